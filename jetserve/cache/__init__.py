@@ -1,0 +1,1 @@
+"""The KV cache: device pages and their host-side allocator."""

@@ -1,0 +1,83 @@
+"""Configuration of an engine: frozen, validated, plain data.
+
+Knows nothing of flags (see `flags.py`), jax or files. Every field states its unit.
+"""
+
+import dataclasses
+
+
+def _positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected an integer of 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices each mesh axis takes. `tensor` None means all that the other axes leave."""
+
+    data: int = 1
+    tensor: int | None = None
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("data", self.data)
+        _positive("expert", self.expert)
+        if self.tensor is not None:
+            _positive("tensor", self.tensor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    `page_size`: tokens a page. `num_pages`: pages in all; None means enough for every sequence at full length.
+    `quantize`: int8 pages with a float32 scale per token and head. `prefix_caching`: share pages of equal prefixes.
+    """
+
+    page_size: int = 16
+    num_pages: int | None = None
+    quantize: bool = False
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("page_size", self.page_size)
+        if self.num_pages is not None:
+            _positive("num_pages", self.num_pages)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of an engine.
+
+    `max_sequences`: sequences run at once (the flag --batch_size). `max_length`: tokens of prompt and answer together
+    (--max_cache_length). `max_step_tokens`: the token budget of one step; longer prompts are prefilled in chunks of it.
+    `max_queue`: requests that wait before `submit` refuses more. `dtype`: of activations, "float32" or "bfloat16".
+    """
+
+    max_sequences: int = 8
+    max_length: int = 2048
+    max_step_tokens: int = 512
+    max_queue: int = 1024
+    dtype: str = "float32"
+    cache: CacheConfig = CacheConfig()
+    mesh: MeshConfig = MeshConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_length", "max_step_tokens", "max_queue"):
+            _positive(name, getattr(self, name))
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}; expected float32 or bfloat16")
+        if self.max_step_tokens < self.max_sequences:
+            raise ValueError(
+                f"max_step_tokens ({self.max_step_tokens}) is below max_sequences ({self.max_sequences}): every running"
+                " sequence takes at least one token a step; raise max_step_tokens or lower the batch size"
+            )
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.max_length // self.cache.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the allocator hands out. The device holds one more, page 0, that takes padding's writes."""
+        return self.cache.num_pages or self.max_sequences * self.pages_per_sequence

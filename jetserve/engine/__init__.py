@@ -1,0 +1,1 @@
+"""Continuous batching: scheduler, runner, sampler, engine."""

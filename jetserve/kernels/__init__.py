@@ -1,0 +1,1 @@
+"""Operations with several implementations: one folder an operation, one file an implementation."""

@@ -1,0 +1,27 @@
+"""A linear layer that declares its axes once; its weight may be plain or quantized."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jetserve.kernels import select
+from jetserve.parallel.rules import Axes
+
+
+class Linear(nnx.Module):
+    """`x [..., K] @ weight [K, N] + bias [N]`.
+
+    Constructed without memory: parameters are `jax.ShapeDtypeStruct`s until a checkpoint's arrays take their place.
+    """
+
+    def __init__(self, axes: str, sizes: Mapping[str, int], *, bias: bool = False) -> None:
+        self.axes = Axes.parse(axes, sizes)
+        self.weight = nnx.Param(jax.ShapeDtypeStruct(self.axes.shape, jnp.float32))
+        self.bias = nnx.Param(jax.ShapeDtypeStruct(self.axes.shape[1:], jnp.float32)) if bias else None
+
+    def __call__(self, x: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        """[..., K] -> [..., N]."""
+        y = select.call("quantized_matmul", x, self.weight.get_value(), out_dtype=out_dtype)
+        return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)

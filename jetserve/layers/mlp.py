@@ -1,0 +1,21 @@
+"""Feed-forward layers."""
+
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+
+from jetserve.layers.linear import Linear
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))` (Shazeer 2020, "GLU Variants Improve Transformer")."""
+
+    def __init__(self, sizes: Mapping[str, int], *, bias: bool = False) -> None:
+        self.gate = Linear("D -> F", sizes, bias=bias)
+        self.up = Linear("D -> F", sizes, bias=bias)
+        self.down = Linear("F -> D", sizes, bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> [T, D]."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

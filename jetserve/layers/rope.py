@@ -1,0 +1,54 @@
+"""Rotary position embedding (Su et al. 2021, "RoFormer") in Hugging Face's half-split layout, and its scalings."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """The rotation of every pair of channels: `inverse_frequencies` in radians a position, H/2 of them."""
+
+    inverse_frequencies: tuple[float, ...]
+
+    @classmethod
+    def from_hf(cls, head_size: int, theta: float, scaling: Mapping[str, Any] | None) -> "Rope":
+        """From `rope_theta` and `rope_scaling` of a Hugging Face config.
+
+        Raises:
+          ValueError: for a scaling that is not built, naming it.
+        """
+        frequencies = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
+        kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+        if scaling is None or kind == "default":
+            pass
+        elif kind == "linear":
+            frequencies = frequencies / scaling["factor"]
+        elif kind == "llama3":
+            frequencies = _llama3(frequencies, scaling)
+        elif kind == "precomputed":
+            frequencies = frequencies / np.asarray(scaling["factors"], np.float64)
+        else:
+            raise ValueError(f"rope scaling is {kind!r}; expected default, linear or llama3 (others are not built)")
+        return cls(inverse_frequencies=tuple(frequencies.tolist()))
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Rotates x [T, N, H] by positions [T]."""
+        angles = positions[:, None].astype(jnp.float32) * jnp.asarray(self.inverse_frequencies, jnp.float32)
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]  # [T, 1, H/2]
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _llama3(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
+    """Llama 3.1's: long wavelengths slowed by the factor, short ones kept, those between blended."""
+    original = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    rotations = original * frequencies / (2 * math.pi)
+    blend = np.clip((rotations - low) / (high - low), 0, 1)
+    return frequencies / scaling["factor"] * (1 - blend) + frequencies * blend

@@ -1,0 +1,1 @@
+"""Models: one file per Hugging Face model_type."""

@@ -1,0 +1,1 @@
+"""Quantization methods: one file each, found by its name."""
