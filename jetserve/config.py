@@ -4,6 +4,7 @@ Knows nothing of flags (see `flags.py`), jax or files. Every field states its un
 """
 
 import dataclasses
+from pathlib import Path
 
 
 def _positive(name: str, value: int) -> None:
@@ -81,3 +82,23 @@ class EngineConfig:
     def num_pages(self) -> int:
         """Pages that the allocator hands out. The device holds one more, page 0, that takes padding's writes."""
         return self.cache.num_pages or self.max_sequences * self.pages_per_sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Which model to load, and as what.
+
+    `checkpoint_path`: a converted checkpoint, a Hugging Face folder, a GGUF file or a hub id; None is the default
+    model. `tokenizer_path`: a folder or file that takes the place of the checkpoint's own tokenizer. `quantize_type`:
+    one of the four types, "none" or "keep"; None is the checkpoint's own. `block_size`: weights a scale, for blockwise
+    types. `symmetric`: None is the checkpoint's own, symmetric when quantizing. `quantize_activation`: int8 activations
+    in matmuls with quantized weights. `cache_dir`: where fetched models and compiled programs are kept.
+    """
+
+    checkpoint_path: str | None = None
+    tokenizer_path: str | None = None
+    quantize_type: str | None = None
+    block_size: int | None = None
+    symmetric: bool | None = None
+    quantize_activation: bool = False
+    cache_dir: Path

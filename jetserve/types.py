@@ -13,6 +13,7 @@ from collections.abc import Mapping
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 128
 MAX_SAMPLES = 128
 
 
@@ -113,6 +114,12 @@ class SamplingParams:
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "strings that are not empty")
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"{len(self.stop_token_ids)} ids",
+            f"at most {MAX_STOP_TOKEN_IDS}",
+        )
         for token in self.stop_token_ids:
             _require(integer(token) and token >= 0, "stop_token_ids", token, "token ids of 0 or more")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")

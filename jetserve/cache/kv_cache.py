@@ -3,6 +3,8 @@
 Which page belongs to whom is `pages.py`'s.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,7 +19,7 @@ def abstract_cache(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> tupl
     axis = "tensor" if model.num_kv_heads % mesh.shape["tensor"] == 0 else None
     shape = (config.num_pages + 1, config.cache.page_size, 2 * model.num_kv_heads, model.head_size)
 
-    def leaf(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    def leaf(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
         spec = PartitionSpec(None, None, axis, None)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec[: len(shape)])))
 

@@ -1,6 +1,7 @@
 """A linear layer that declares its axes once; its weight may be plain or quantized."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ class Linear(nnx.Module):
 
     def __init__(self, axes: str, sizes: Mapping[str, int], *, bias: bool = False) -> None:
         self.axes = Axes.parse(axes, sizes)
-        self.weight = nnx.Param(jax.ShapeDtypeStruct(self.axes.shape, jnp.float32))
-        self.bias = nnx.Param(jax.ShapeDtypeStruct(self.axes.shape[1:], jnp.float32)) if bias else None
+        self.weight: nnx.Param[Any] = nnx.Param(jax.ShapeDtypeStruct(self.axes.shape, jnp.float32))
+        self.bias: nnx.Param[Any] | None = (
+            nnx.Param(jax.ShapeDtypeStruct(self.axes.shape[1:], jnp.float32)) if bias else None
+        )
 
     def __call__(self, x: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """[..., K] -> [..., N]."""

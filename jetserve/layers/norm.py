@@ -1,5 +1,7 @@
 """Normalization layers, computed in float32."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +12,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, *, epsilon: float) -> None:
         self.epsilon = epsilon
-        self.scale = nnx.Param(jax.ShapeDtypeStruct((size,), jnp.float32))
+        self.scale: nnx.Param[Any] = nnx.Param(jax.ShapeDtypeStruct((size,), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""

@@ -33,18 +33,20 @@ class ModelConfig(Protocol):
     """Tokens that the model was made for."""
 
 
-class Model(Protocol):
-    """A decoder. Called with a ragged batch it returns hidden states [T, D] and the updated pages of every layer."""
+class Model(nnx.Module):
+    """A decoder over a ragged batch. Constructed without memory; a checkpoint's arrays come later."""
 
     config: Any
 
     def __call__(
         self, batch: RaggedBatch, cache: tuple[KVPages, ...], *, dtype: jnp.dtype
-    ) -> tuple[jax.Array, tuple[KVPages, ...]]: ...
+    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
+        """Hidden states [T, D] in `dtype`, and every layer's pages with this batch in them."""
+        raise NotImplementedError
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[S, D] -> float32 [S, V]."""
-        ...
+        raise NotImplementedError
 
 
 def supported() -> list[str]:
@@ -81,7 +83,7 @@ def read_config(hf: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, An
 
 
 class Role(enum.Enum):
-    """What a parameter is to quantization: linear layers are quantized, embeddings and heads kept finer, vectors never."""
+    """What a parameter is to quantization: linear layers take it, embeddings and heads stay finer, vectors never do."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -97,6 +99,7 @@ class Parameter:
       source: its Hugging Face name.
       shape: in jetserve: a matrix [K, N] (Hugging Face's [N, K] transposed) or a vector.
       axes: of a matrix; None for vectors.
+      output_axes: of a matrix, of its bias, or of a norm's scale: (letter, size) of the last array axis.
       variable: the place in the model that takes the array.
     """
 
@@ -104,6 +107,7 @@ class Parameter:
     source: str
     shape: tuple[int, ...]
     axes: Axes | None
+    output_axes: tuple[tuple[str, int], ...]
     role: Role
     variable: nnx.Param
 
@@ -125,15 +129,18 @@ def parameters(model: nnx.Module, weights: Mapping[str, str]) -> list[Parameter]
             if pattern not in weights:
                 raise ValueError(f"the model's WEIGHTS table has no entry for {pattern!r}")
             layer = re.search(r"\.(\d+)\.", path)
+            shape = variable.get_value().shape
             axes = module.axes if name == "weight" and isinstance(module, Linear) else None
+            output_axes = module.axes.output if isinstance(module, Linear) else (("D", shape[-1]),)
             on_vocabulary = axes is not None and axes.output[0][0] == "V"
             role = Role.VECTOR if axes is None else Role.EMBEDDING if on_vocabulary else Role.LINEAR
             found.append(
                 Parameter(
                     path=path,
                     source=weights[pattern].format(i=layer.group(1) if layer else ""),
-                    shape=variable.get_value().shape,
+                    shape=shape,
                     axes=axes,
+                    output_axes=output_axes,
                     role=role,
                     variable=variable,
                 )

@@ -133,7 +133,7 @@ class Layer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), pages
 
 
-class Model(nnx.Module):
+class Model(base.Model):
     """See `base.Model`."""
 
     def __init__(self, config: Config) -> None:

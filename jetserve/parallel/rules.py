@@ -9,6 +9,7 @@ Letters: D embed, N query heads, K KV heads, H head size, F mlp, V vocabulary, E
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -55,11 +56,11 @@ def weight_sharding(axes: Axes, weight: Weight, mesh: Mesh) -> Weight:
     """
     contracted, output = _mesh_axis(axes.contracted, mesh), _mesh_axis(axes.output, mesh)
 
-    def named(*spec: str | None) -> NamedSharding:
+    def named(*spec: str | None) -> Any:
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     if not isinstance(weight, QArray):
-        return named(contracted, output)  # type: ignore[return-value]
+        return named(contracted, output)
     if not weight.blockwise:
         values, side = named(contracted, output), named(output)
     else:

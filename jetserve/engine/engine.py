@@ -1,0 +1,139 @@
+"""Continuous batching: schedule, run, update.
+
+`Engine` joins the scheduler, the runner and the text of every sequence. It is driven from one thread and knows nothing
+of networks; `async_engine` puts it behind a queue for servers.
+"""
+
+import collections
+import time
+from collections.abc import Iterable, Iterator
+
+from jetserve.cache.pages import PageAllocator
+from jetserve.config import EngineConfig
+from jetserve.engine.output import Stream
+from jetserve.engine.runner import Runner
+from jetserve.engine.scheduler import Scheduler, Sequence
+from jetserve.tokenizer import Tokenizer
+from jetserve.types import EngineStats, FinishReason, Request, RequestOutput
+
+
+class Engine:
+    """Serves requests of one model."""
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer) -> None:
+        self.config: EngineConfig = runner.config
+        self.runner = runner
+        self.tokenizer = tokenizer
+        cache = self.config.cache
+        self.allocator = PageAllocator(self.config.num_pages, cache.page_size, cache.prefix_caching)
+        self.scheduler = Scheduler(self.config, self.allocator)
+        self._streams: dict[Sequence, Stream] = {}
+        self._steps = self._prompt_tokens = self._output_tokens = 0
+        self._finished: collections.Counter[FinishReason] = collections.Counter()
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; its outputs come from `step`.
+
+        Raises:
+          ValueError: for a prompt that cannot fit, token ids outside the vocabulary, or a request id in use.
+          QueueFullError: if too many wait; the request may succeed later.
+        """
+        params = request.sampling
+        for field, ids in (
+            ("prompt", request.prompt_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token in ids:
+                if not 0 <= token < self.runner.vocab_size:
+                    raise ValueError(
+                        f"{field} holds token id {token}; expected 0 to {self.runner.vocab_size - 1}, the vocabulary"
+                    )
+        sequences = [
+            Sequence(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                index=index,
+                sampling=params,
+                priority=request.priority,
+                deadline=request.deadline,
+            )
+            for index in range(params.n)
+        ]
+        streams = {sequence: Stream(sequence, self.tokenizer) for sequence in sequences}
+        self.scheduler.add_all(sequences)
+        self._streams.update(streams)
+        self._prompt_tokens += len(request.prompt_token_ids)
+
+    def cancel(self, request_id: str) -> list[RequestOutput]:
+        """Ends every sample of a request and frees its pages; nothing for a request that is unknown or over."""
+        return [self._end(sequence) for sequence in self.scheduler.cancel(request_id)]
+
+    def fail(self, error: str) -> list[RequestOutput]:
+        """Ends every request with an error, and forgets the cached prefixes, after `step` raised."""
+        outputs = []
+        for sequence in self.scheduler.sequences:
+            self.scheduler.finish(sequence, FinishReason.ERROR)
+            outputs.append(self._end(sequence, error))
+        self.allocator.clear()
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step, and returns what is new of every sequence that it touched."""
+        plan = self.scheduler.schedule(time.monotonic())
+        outputs = [self._end(sequence) for sequence in plan.expired]
+        if not plan.entries:
+            return outputs
+        rows = {i: self._streams[entry.sequence].row() for i, entry in enumerate(plan.entries) if entry.samples}
+        sampled = self.runner.run(plan, rows)
+        self.scheduler.update(plan, [None if token is None else token.token_id for token in sampled])
+        self._steps += 1
+        for entry, token in zip(plan.entries, sampled, strict=True):
+            if token is None:
+                continue
+            sequence = entry.sequence
+            self._output_tokens += 1
+            output = self._streams[sequence].push(token, is_full=self.scheduler.is_full(sequence))
+            if output.finish_reason is not None:
+                self.scheduler.finish(sequence, output.finish_reason)
+                self._forget(sequence)
+            outputs.append(output)
+        return outputs
+
+    def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+        """Submits requests and yields their outputs until all have ended."""
+        for request in requests:
+            self.submit(request)
+        while self.has_work:
+            yield from self.step()
+
+    def _end(self, sequence: Sequence, error: str | None = None) -> RequestOutput:
+        """The last output of a sequence that the scheduler has ended."""
+        assert sequence.finish_reason is not None
+        output = self._streams[sequence].end(sequence.finish_reason, error)
+        self._forget(sequence)
+        return output
+
+    def _forget(self, sequence: Sequence) -> None:
+        assert sequence.finish_reason is not None
+        self._finished[sequence.finish_reason] += 1
+        del self._streams[sequence]
+
+    def stats(self) -> EngineStats:
+        """State and totals now."""
+        return EngineStats(
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            pages_used=self.allocator.used,
+            pages_total=self.allocator.total,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            prefix_cache_hit_tokens=self.allocator.hit_tokens,
+            preemptions=self.scheduler.preemptions,
+            finished=dict(self._finished),
+        )
