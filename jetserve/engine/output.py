@@ -3,11 +3,10 @@
 Owns the rules by which a sequence stops. Knows nothing of scheduling or devices.
 """
 
-from jetserve.detokenizer import IncrementalDetokenizer, StopStrings
 from jetserve.engine.runner import SampledToken
 from jetserve.engine.sampling import Row, resolve_seed
 from jetserve.engine.scheduler import Sequence
-from jetserve.tokenizer import Tokenizer
+from jetserve.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 from jetserve.types import FinishReason, RequestOutput, TokenLogprobs, Usage
 
 

@@ -17,7 +17,7 @@ import tokenizers
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from jetserve.tokenizer_bytes import LLAMA3_PATTERN, PreTokenizer, build_byte_level, to_characters
+from jetserve.tokenizer.token_bytes import LLAMA3_PATTERN, PreTokenizer, build_byte_level, to_characters
 
 SPACE = "▁"  # U+2581, how SentencePiece writes a space
 

@@ -11,8 +11,7 @@ import gguf
 import tokenizers
 from tokenizers import AddedToken
 
-from jetserve.tokenizer_bytes import PRE_TOKENIZERS, build_byte_level
-from jetserve.tokenizer_formats import (
+from jetserve.tokenizer.formats import (
     PieceType,
     SentencePieceModel,
     SentencePieceSpec,
@@ -21,6 +20,7 @@ from jetserve.tokenizer_formats import (
     build_sentencepiece,
     check_distinct,
 )
+from jetserve.tokenizer.token_bytes import PRE_TOKENIZERS, build_byte_level
 
 _LOG = logging.getLogger(__name__)
 

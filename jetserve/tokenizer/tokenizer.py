@@ -1,8 +1,7 @@
 """Text to token ids and back, for every tokenizer that checkpoints carry.
 
 Owns the `Tokenizer`: loading it from a folder or a GGUF file, saving it, encoding, decoding and chat prompts. Knows
-nothing of models or of how tokens are generated. Text streamed token by token is the job of `IncrementalDetokenizer`
-and `StopStrings`, offered here too.
+nothing of models or of how tokens are generated. Text streamed token by token is `detokenizer.py`'s job.
 """
 
 import functools
@@ -15,14 +14,12 @@ from typing import Any
 import gguf
 import tokenizers
 
-from jetserve import chat_template
-from jetserve.detokenizer import IncrementalDetokenizer, StopStrings
-from jetserve.tokenizer_bytes import to_bytes
-from jetserve.tokenizer_folder import CONFIG_FILE, read_folder
-from jetserve.tokenizer_formats import TokenizerParts
-from jetserve.tokenizer_gguf import read_gguf
-
-__all__ = ["IncrementalDetokenizer", "StopStrings", "Tokenizer"]
+from jetserve.tokenizer import chat_template
+from jetserve.tokenizer.detokenizer import IncrementalDetokenizer
+from jetserve.tokenizer.folder import CONFIG_FILE, read_folder
+from jetserve.tokenizer.formats import TokenizerParts
+from jetserve.tokenizer.from_gguf import read_gguf
+from jetserve.tokenizer.token_bytes import to_bytes
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

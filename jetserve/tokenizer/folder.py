@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from jetserve.tokenizer_formats import (
+from jetserve.tokenizer.formats import (
     TokenizerParts,
     add_bos_and_eos,
     is_tiktoken,

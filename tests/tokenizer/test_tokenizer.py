@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from jetserve.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
-from jetserve.tokenizer_bytes import PRE_TOKENIZERS, build_byte_level
+from jetserve.tokenizer.token_bytes import PRE_TOKENIZERS, build_byte_level
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
-CORPUS = Path(__file__).parents[2] / "shared" / "data" / "wikitext2-valid.txt"
+CORPUS = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikitext2-valid.txt"
 TEXTS = [
     "",
     " ",
@@ -67,14 +67,6 @@ TOOLS = """{%- if tools %}
 {%- endfor %}
 {{- ns.count ~ (" think" if enable_thinking else "") ~ strftime_now("%Y") }}"""
 FAST = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="session")
-def default_gguf() -> Path:
-    found = sorted((Path.home() / ".cache" / "jetserve" / "default-model").glob("*.gguf"))
-    if not found:
-        pytest.skip("the default model's GGUF file is not in the user's cache folder")
-    return found[0]
 
 
 @pytest.fixture(scope="session")

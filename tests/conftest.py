@@ -1,0 +1,45 @@
+"""What the tests share: where the real data and the real model are, or the reason why a test that needs them skips."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+from jetserve import default_model
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jetserve"
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="session")
+def default_gguf() -> Path:
+    """The default model's GGUF file."""
+    try:
+        return default_model.fetch(CACHE)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def _data(name: str) -> Path:
+    path = SHARED_DATA / name
+    if not path.exists():
+        pytest.skip(f"../shared/data/{name} is not there")
+    return path
+
+
+@pytest.fixture(scope="session")
+def calibration_text() -> Path:
+    """WikiText-2, validation split."""
+    return _data("wikitext2-valid.txt")
+
+
+@pytest.fixture(scope="session")
+def evaluation_text() -> Path:
+    """WikiText-2, test split."""
+    return _data("wikitext2-test.txt")
