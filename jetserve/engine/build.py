@@ -1,0 +1,78 @@
+"""From what a user asked for to an engine that is ready: find the model, load it, set up the runner."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jetserve import default_model
+from jetserve.checkpoint import load
+from jetserve.checkpoint.load import LoadedModel, Progress, silent
+from jetserve.config import EngineConfig, ModelSource
+from jetserve.engine.engine import Engine
+from jetserve.engine.runner import Runner
+from jetserve.parallel.mesh import make_mesh
+from jetserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_LENGTH = 2048
+
+
+def enable_compilation_cache(cache_dir: Path) -> None:
+    """Keeps compiled programs in JAX's persistent cache, so that a second start compiles nothing."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def load_source(
+    source: ModelSource, config: EngineConfig, *, devices: list[jax.Device] | None = None, progress: Progress = silent
+) -> LoadedModel:
+    """Loads the model that `source` names onto the mesh that `config` asks for.
+
+    Raises:
+      CheckpointError, ValueError, RuntimeError: see `load.load_model` and `default_model.fetch`.
+    """
+    path = source.checkpoint_path or default_model.fetch(source.cache_dir)
+    return load.load_model(
+        path,
+        quantize_type=source.quantize_type,
+        block_size=source.block_size,
+        symmetric=source.symmetric,
+        quantize_activation=source.quantize_activation,
+        mesh=make_mesh(config.mesh, devices),
+        dtype=jnp.dtype(config.dtype),
+        progress=progress,
+    )
+
+
+def build_engine(
+    source: ModelSource, config: EngineConfig, *, max_length: int | None = None, progress: Progress = silent
+) -> Engine:
+    """Loads a model and puts an engine around it.
+
+    Args:
+      source: the model.
+      config: limits; its `max_length` is replaced.
+      max_length: tokens a sequence may have; None takes what the model was made for, up to 2048.
+      progress: wraps the sequence of tensors that are loaded.
+
+    Raises:
+      ValueError: if `max_length` is more than the model was made for, or there is no tokenizer.
+    """
+    enable_compilation_cache(source.cache_dir)
+    loaded = load_source(source, config, progress=progress)
+    limit = loaded.config.max_position
+    if max_length is not None and max_length > limit:
+        raise ValueError(f"--max_cache_length is {max_length}, but the model was made for up to {limit} tokens")
+    config = dataclasses.replace(config, max_length=max_length or min(DEFAULT_MAX_LENGTH, limit))
+    tokenizer = loaded.tokenizer
+    if source.tokenizer_path is not None:
+        tokenizer = Tokenizer.from_folder(source.tokenizer_path)
+    if tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer beside it; name one with --tokenizer_path")
+    runner = Runner(loaded.model, config, make_mesh(config.mesh))
+    return Engine(runner, tokenizer)
