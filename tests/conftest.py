@@ -10,7 +10,7 @@ import pytest
 
 from jetserve import default_model
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jetserve"
+CACHE = default_model.default_cache_dir()
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))

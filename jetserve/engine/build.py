@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jetserve import default_model
-from jetserve.checkpoint import load
+from jetserve.checkpoint import hub, load
 from jetserve.checkpoint.load import LoadedModel, Progress, silent
 from jetserve.config import EngineConfig, ModelSource
 from jetserve.engine.engine import Engine
@@ -36,7 +36,8 @@ def load_source(
     Raises:
       CheckpointError, ValueError, RuntimeError: see `load.load_model` and `default_model.fetch`.
     """
-    path = source.checkpoint_path or default_model.fetch(source.cache_dir)
+    wanted = source.checkpoint_path
+    path = default_model.fetch(source.cache_dir) if wanted is None else hub.local_path(wanted)
     return load.load_model(
         path,
         quantize_type=source.quantize_type,

@@ -1,0 +1,94 @@
+"""The four commands: parse flags, build a configuration, call one function.
+
+What `convert_checkpoints.py`, `run_server.py`, `run_interactive.py`, `run_offline.py` and `python -m jetserve` run. An
+error that a user can mend ends a command with its message and exit code 1, without a traceback (--debug shows it).
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app
+from absl import flags as absl_flags
+
+from jetserve import flags
+
+_DEBUG = absl_flags.DEFINE_bool("debug", False, "Show tracebacks and debug logs.")
+
+
+def _run(description: str, groups: Sequence[Callable[[], None]], command: Callable[[], int]) -> None:
+    """Defines the flags of `groups`, parses the command line, runs `command` and exits with its code."""
+    for group in groups:
+        group()
+    sys.modules["__main__"].__doc__ = description
+
+    def main(argv: Sequence[str]) -> int:
+        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
+        logging.getLogger("jetserve").setLevel(logging.DEBUG if _DEBUG.value else logging.INFO)
+        try:
+            flags.refuse_arguments(argv)
+            return command()
+        except KeyboardInterrupt:
+            return 130
+        except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
+            if _DEBUG.value:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+    app.run(main)
+
+
+def convert_command() -> None:
+    """Quantizes a checkpoint."""
+
+    def command() -> int:
+        config = flags.convert_config()
+        from jetserve import convert
+
+        return convert.run(config)
+
+    _run("Converts a checkpoint, quantizing its weights.", [flags.define_convert], command)
+
+
+def serve_command() -> None:
+    """Serves a model."""
+
+    def command() -> int:
+        raise NotImplementedError(
+            "the servers are not in this version; run_interactive.py chats and run_offline.py works on files"
+        )
+
+    _run("Serves a model over gRPC and HTTP.", [flags.define_model, flags.define_engine], command)
+
+
+def chat_command() -> None:
+    """Chats in the terminal."""
+
+    def command() -> int:
+        source, config, max_length = flags.model_source(), flags.interactive_config(), flags.max_length()
+        import jax
+
+        from jetserve import interactive
+
+        engine_config = flags.engine_config(platform=jax.default_backend())
+        return interactive.run(config, source, engine_config, max_length=max_length)
+
+    groups = [flags.define_model, flags.define_interactive, flags.define_sampling, flags.define_engine]
+    _run("Chats with a model in the terminal.", groups, command)
+
+
+def offline_command() -> None:
+    """Generates from a file of prompts, evaluates, benchmarks."""
+
+    def command() -> int:
+        source, config, max_length = flags.model_source(), flags.offline_config(), flags.max_length()
+        import jax
+
+        from jetserve import offline
+
+        engine_config = flags.engine_config(platform=jax.default_backend())
+        return offline.run(config, source, engine_config, max_length=max_length)
+
+    groups = [flags.define_offline, flags.define_model, flags.define_sampling, flags.define_engine]
+    _run("Generates from files of prompts, evaluates perplexity, benchmarks.", groups, command)

@@ -1,0 +1,309 @@
+"""The command line: groups of flags, and the frozen configurations made from them.
+
+The only importer of absl.flags, but for the scripts. Every flag that a command accepts takes effect or is refused.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from jetserve.config import (
+    CacheConfig,
+    ConvertConfig,
+    EngineConfig,
+    InteractiveConfig,
+    MeshConfig,
+    ModelSource,
+    OfflineConfig,
+    SamplingDefaults,
+)
+from jetserve.default_model import default_cache_dir
+
+FLAGS = flags.FLAGS
+
+QUANTIZE_TYPES = ("int8_per_channel", "int4_per_channel", "int8_blockwise", "int4_blockwise", "none", "keep")
+DEFAULT_STEP_TOKENS = 512
+TASKS = ("generate", "perplexity", "benchmark")
+
+
+def _define(define: object, name: str, *args: object, **kwargs: object) -> None:
+    """Defines a flag and lists it in the command's own --help."""
+    define(name, *args, **kwargs)  # type: ignore[operator]
+    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+
+
+def define_quantization() -> None:
+    """How weights are quantized."""
+    _define(
+        flags.DEFINE_bool,
+        "quantize_weights",
+        None,
+        "True wants a --quantize_type (int8_per_channel unless set); False refuses one.",
+    )
+    flags.DEFINE_alias("quantize", "quantize_weights")
+    _define(
+        flags.DEFINE_enum,
+        "quantize_type",
+        None,
+        QUANTIZE_TYPES,
+        "What weights become. none: floats. keep: the source's own quantization, carried over exactly. Unset: keep for"
+        " a quantized source, none for a float one, and what a converted checkpoint is.",
+    )
+    _define(
+        flags.DEFINE_integer,
+        "block_size",
+        None,
+        "Weights that share a scale, for blockwise types: a multiple of 32 (128 unless set; the largest multiple of 32"
+        " that divides a weight's input size where 128 does not).",
+    )
+    _define(
+        flags.DEFINE_bool,
+        "symmetric",
+        None,
+        "Whether quantized weights have no zero point (unset: they have none). --symmetric=False is more accurate and"
+        " a little larger.",
+    )
+
+
+def define_model() -> None:
+    """Which model is run, and how."""
+    _define(
+        flags.DEFINE_string,
+        "checkpoint_path",
+        None,
+        "A converted checkpoint, a Hugging Face folder, a GGUF file or a hub id (owner/name). Unset: the default model,"
+        " SmolLM2-135M-Instruct, fetched once.",
+    )
+    _define(flags.DEFINE_string, "tokenizer_path", None, "A tokenizer's folder, in place of the checkpoint's own.")
+    define_quantization()
+    _define(
+        flags.DEFINE_bool,
+        "quantize_activation",
+        False,
+        "Quantize activations to int8, per token, in matmuls with quantized weights (W8A8, W4A8).",
+    )
+    _define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models and compiled programs.")
+
+
+def define_engine() -> None:
+    """The engine's limits."""
+    _define(flags.DEFINE_integer, "batch_size", 8, "Sequences that run at once.")
+    _define(
+        flags.DEFINE_integer,
+        "max_cache_length",
+        None,
+        "Tokens that a sequence may have, prompt and answer (unset: what the model was made for, up to 2048).",
+    )
+    _define(
+        flags.DEFINE_integer,
+        "max_step_tokens",
+        None,
+        f"Tokens a step computes at most; longer prompts are chunked (unset: {DEFAULT_STEP_TOKENS}).",
+    )
+    _define(flags.DEFINE_integer, "page_size", 16, "Tokens a page of the KV cache holds.")
+    _define(
+        flags.DEFINE_integer,
+        "num_pages",
+        None,
+        "Pages of the KV cache (unset: enough for --batch_size sequences of full length).",
+    )
+    _define(flags.DEFINE_bool, "quantize_kv_cache", False, "Keep keys and values in int8, a scale a token and head.")
+    _define(flags.DEFINE_bool, "prefix_caching", True, "Share the cache's pages between prompts that begin alike.")
+    _define(
+        flags.DEFINE_enum,
+        "dtype",
+        None,
+        ("float32", "bfloat16"),
+        "Of activations, and of weights that are not quantized (unset: float32 on CPU, bfloat16 elsewhere).",
+    )
+    _define(flags.DEFINE_integer, "tensor_parallelism", None, "Devices that share each layer (unset: all).")
+
+
+def define_sampling() -> None:
+    """Sampling where a prompt does not say otherwise."""
+    _define(
+        flags.DEFINE_integer,
+        "max_tokens",
+        None,
+        "Tokens an answer may have (unset: 256 offline, all that fit in a chat); for --task=perplexity, how many tokens"
+        " of the text are read (unset: all).",
+    )
+    _define(flags.DEFINE_float, "temperature", 0.0, "0 picks the likeliest token; higher is more random.")
+    _define(flags.DEFINE_integer, "top_k", 0, "Sample among the k likeliest tokens (0: all).")
+    _define(flags.DEFINE_float, "top_p", 1.0, "Sample among the likeliest tokens that have this probability together.")
+    _define(flags.DEFINE_float, "min_p", 0.0, "Sample among tokens with this share of the likeliest one's probability.")
+    _define(flags.DEFINE_integer, "seed", None, "Of sampling; unset draws one for every answer.")
+
+
+def define_offline() -> None:
+    """What run_offline.py does."""
+    _define(flags.DEFINE_enum, "task", "generate", TASKS, "What to do.")
+    _define(
+        flags.DEFINE_string,
+        "prompts_file",
+        None,
+        'generate: a JSON object a line, {"prompt": …} or {"messages": […]} with any sampling field.',
+    )
+    _define(flags.DEFINE_string, "output_file", None, "generate: a JSON object a line, in order; resumed if it exists.")
+    _define(flags.DEFINE_string, "text_file", None, "perplexity: the text to evaluate, UTF-8.")
+    _define(flags.DEFINE_integer, "window", 1024, "perplexity: tokens a window; windows do not overlap.")
+    _define(
+        flags.DEFINE_string,
+        "reference_checkpoint",
+        None,
+        "perplexity: a checkpoint to compare with, in floating point: KL divergence and top-1 agreement.",
+    )
+    _define(flags.DEFINE_integer, "input_tokens", 512, "benchmark: tokens of every prompt.")
+    _define(flags.DEFINE_integer, "output_tokens", 128, "benchmark: tokens of every answer.")
+
+
+def define_interactive() -> None:
+    """What run_interactive.py starts with."""
+    _define(flags.DEFINE_string, "system", None, "The system message (unset: the chat template's own).")
+
+
+def define_convert() -> None:
+    """What convert_checkpoints.py reads and writes."""
+    _define(
+        flags.DEFINE_string,
+        "input_checkpoint_dir",
+        None,
+        "A Hugging Face, jetstream-pytorch or Meta folder, a GGUF file, or a hub id (unset: the default model).",
+    )
+    _define(flags.DEFINE_string, "output_checkpoint_dir", None, "The folder to write; it must not exist.")
+    define_quantization()
+    _define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models.")
+
+
+def refuse_arguments(argv: Sequence[str]) -> None:
+    """Words that are not flags have no meaning here.
+
+    Raises:
+      ValueError: if there are any.
+    """
+    if len(argv) > 1:
+        raise ValueError(f"found {' '.join(argv[1:])!r} on the command line; expected flags, such as --name=value")
+
+
+def _quantize_type() -> str | None:
+    """--quantize_type, and --quantize_weights where it says more."""
+    found = FLAGS.quantize_type
+    if FLAGS.quantize_weights is False:
+        if found not in (None, "none"):
+            raise ValueError(f"--quantize_weights=False contradicts --quantize_type={found}; drop one of the two")
+        return "none"
+    if FLAGS.quantize_weights and found == "none":
+        raise ValueError("--quantize_weights=True contradicts --quantize_type=none; drop one of the two")
+    return found or ("int8_per_channel" if FLAGS.quantize_weights else None)
+
+
+def model_source() -> ModelSource:
+    """From `define_model`."""
+    return ModelSource(
+        checkpoint_path=FLAGS.checkpoint_path,
+        tokenizer_path=FLAGS.tokenizer_path,
+        quantize_type=_quantize_type(),
+        block_size=FLAGS.block_size,
+        symmetric=FLAGS.symmetric,
+        quantize_activation=FLAGS.quantize_activation,
+        cache_dir=Path(FLAGS.cache_dir).expanduser(),
+    )
+
+
+def engine_config(*, platform: str) -> EngineConfig:
+    """From `define_engine`, for a jax platform ("cpu", "tpu", …)."""
+    return EngineConfig(
+        max_sequences=FLAGS.batch_size,
+        max_step_tokens=FLAGS.max_step_tokens or max(DEFAULT_STEP_TOKENS, FLAGS.batch_size),
+        dtype=FLAGS.dtype or ("float32" if platform == "cpu" else "bfloat16"),
+        cache=CacheConfig(
+            page_size=FLAGS.page_size,
+            num_pages=FLAGS.num_pages,
+            quantize=FLAGS.quantize_kv_cache,
+            prefix_caching=FLAGS.prefix_caching,
+        ),
+        mesh=MeshConfig(tensor=FLAGS.tensor_parallelism),
+    )
+
+
+def max_length() -> int | None:
+    """From `define_engine`: tokens a sequence may have, or None for the model's."""
+    value = FLAGS.max_cache_length
+    if value is not None and value < 2:
+        raise ValueError(f"--max_cache_length is {value}; expected 2 or more: a prompt and an answer of one token each")
+    return value
+
+
+def sampling_defaults() -> SamplingDefaults:
+    """From `define_sampling`."""
+    return SamplingDefaults(
+        max_tokens=FLAGS.max_tokens,
+        temperature=FLAGS.temperature,
+        top_k=FLAGS.top_k,
+        top_p=FLAGS.top_p,
+        min_p=FLAGS.min_p,
+        seed=FLAGS.seed,
+    )
+
+
+def _path(value: str | None) -> Path | None:
+    return None if value is None else Path(value).expanduser()
+
+
+def _refuse_flags_of_other_tasks() -> None:
+    """A flag that another task reads would have no effect on this one."""
+    belongs = {
+        "prompts_file": "generate",
+        "output_file": "generate",
+        "text_file": "perplexity",
+        "window": "perplexity",
+        "reference_checkpoint": "perplexity",
+        "input_tokens": "benchmark",
+        "output_tokens": "benchmark",
+    }
+    for name, task in belongs.items():
+        if FLAGS[name].present and task != FLAGS.task:
+            raise ValueError(f"--{name} belongs to --task={task}, but the task is {FLAGS.task}; drop one of the two")
+    sampling = ("temperature", "top_k", "top_p", "min_p", "seed")
+    for name in () if FLAGS.task == "generate" else sampling:
+        if FLAGS[name].present:
+            raise ValueError(f"--{name} has no effect on --task={FLAGS.task}; drop it")
+    if FLAGS.task == "benchmark" and FLAGS.max_tokens is not None:
+        raise ValueError("--max_tokens has no effect on --task=benchmark; set --output_tokens")
+
+
+def offline_config() -> OfflineConfig:
+    """From `define_offline` and `define_sampling`."""
+    _refuse_flags_of_other_tasks()
+    return OfflineConfig(
+        task=FLAGS.task,
+        prompts_file=_path(FLAGS.prompts_file),
+        output_file=_path(FLAGS.output_file),
+        text_file=_path(FLAGS.text_file),
+        window=FLAGS.window,
+        reference_checkpoint=FLAGS.reference_checkpoint,
+        input_tokens=FLAGS.input_tokens,
+        output_tokens=FLAGS.output_tokens,
+        sampling=sampling_defaults(),
+    )
+
+
+def interactive_config() -> InteractiveConfig:
+    """From `define_interactive` and `define_sampling`."""
+    return InteractiveConfig(system=FLAGS.system, sampling=sampling_defaults())
+
+
+def convert_config() -> ConvertConfig:
+    """From `define_convert`."""
+    if FLAGS.output_checkpoint_dir is None:
+        raise ValueError("--output_checkpoint_dir is not set; expected a folder to write that does not exist")
+    source = ModelSource(
+        checkpoint_path=FLAGS.input_checkpoint_dir,
+        quantize_type=_quantize_type(),
+        block_size=FLAGS.block_size,
+        symmetric=FLAGS.symmetric,
+        cache_dir=Path(FLAGS.cache_dir).expanduser(),
+    )
+    return ConvertConfig(source=source, output=Path(FLAGS.output_checkpoint_dir).expanduser())

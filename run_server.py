@@ -1,0 +1,6 @@
+"""Serves a model: see docs/flags.md, or --help."""
+
+from jetserve import commands
+
+if __name__ == "__main__":
+    commands.serve_command()
