@@ -16,15 +16,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jetserve.checkpoint.base import CheckpointReader
+from jetserve.checkpoint.base import CheckpointError, CheckpointReader
 from jetserve.checkpoint.detect import open_checkpoint
-from jetserve.checkpoint.source import check_tensors, make_weight
+from jetserve.checkpoint.native import NativeCheckpoint, is_native
+from jetserve.checkpoint.source import check_tensors, make_weight, some
 from jetserve.kernels import select
 from jetserve.models import base
-from jetserve.models.base import Parameter
+from jetserve.models.base import Parameter, Role
 from jetserve.parallel.rules import vector_sharding, weight_sharding
 from jetserve.quantize.qarray import QArray, cast_values
-from jetserve.quantize.recipe import Recipe
+from jetserve.quantize.recipe import KEEP, NONE, Recipe
 from jetserve.quantize.report import TensorReport, WeightReport
 from jetserve.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ class LoadedModel:
 class OpenModel:
     """A checkpoint whose description was read, but none of its weights."""
 
-    source: CheckpointReader
+    source: CheckpointReader | NativeCheckpoint
     module: ModuleType
     config: Any
 
@@ -87,7 +88,8 @@ def open_model(path: str | Path, *, quantize_type: str | None = None) -> OpenMod
       CheckpointError: if it cannot be read.
       ValueError: for an architecture that is not built, naming those that are.
     """
-    source = open_checkpoint(Path(path), quantize_type=quantize_type)
+    path = Path(path)
+    source = NativeCheckpoint(path) if is_native(path) else open_checkpoint(path, quantize_type=quantize_type)
     module = base.find(source.hf_config.get("model_type"))
     return OpenModel(source=source, module=module, config=module.Config.from_hf(source.hf_config))
 
@@ -120,30 +122,129 @@ def load_model(
       ValueError: for settings that cannot be had, before any weight is read.
     """
     opened = open_model(path, quantize_type=quantize_type)
-    recipe = Recipe.from_settings(
-        quantize_type,
-        block_size=block_size,
-        symmetric=symmetric,
-        quantize_activation=quantize_activation,
-        source_kind=opened.source.kind,
-    )
     model, parameters = opened.build()
-    plan = recipe.plan(parameters)
-    check_tensors(opened.source, parameters)
-    tokenizer = opened.source.tokenizer()
-    reports: list[TensorReport] = []
-    for parameter in progress(parameters):
-        weight = make_weight(opened.source, parameter, recipe, plan[parameter.path])
-        place(parameter, weight.array, weight.bits, mesh, dtype)
-        reports.append(weight.report)
+    source = opened.source
+    if isinstance(source, NativeCheckpoint):
+        check_settings(source, parameters, quantize_type=quantize_type, block_size=block_size, symmetric=symmetric)
+        reports = _load_native(source, parameters, quantize_activation, mesh, dtype, progress)
+        made = source.manifest.quantization.type
+    else:
+        recipe = Recipe.from_settings(
+            quantize_type,
+            block_size=block_size,
+            symmetric=symmetric,
+            quantize_activation=quantize_activation,
+            source_kind=source.kind,
+        )
+        reports = _load_other(source, parameters, recipe, mesh, dtype, progress)
+        made = recipe.quantize_type
     return LoadedModel(
         model=model,
         config=opened.config,
         hf_config=opened.hf_config,
-        tokenizer=tokenizer,
+        tokenizer=source.tokenizer(),
         report=WeightReport(tensors=tuple(reports)),
-        quantize_type=recipe.quantize_type,
+        quantize_type=made,
     )
+
+
+def _load_other(
+    source: CheckpointReader,
+    parameters: Sequence[Parameter],
+    recipe: Recipe,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    progress: Progress,
+) -> list[TensorReport]:
+    plan = recipe.plan(parameters)
+    check_tensors(source, parameters)
+    reports = []
+    for parameter in progress(parameters):
+        weight = make_weight(source, parameter, recipe, plan[parameter.path])
+        place(parameter, weight.array, weight.bits, mesh, dtype)
+        reports.append(weight.report)
+    return reports
+
+
+def _load_native(
+    source: NativeCheckpoint,
+    parameters: Sequence[Parameter],
+    quantize_activation: bool,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    progress: Progress,
+) -> list[TensorReport]:
+    check_entries(source, parameters)
+    by_source = {parameter.source: parameter for parameter in parameters}
+    linears = [entry for name, entry in source.tensors.items() if by_source[name].role is Role.LINEAR]
+    if quantize_activation and not any(entry.bits for entry in linears):
+        raise ValueError(
+            f"quantize_activation takes quantized weights, but {source.path} holds linear layers in floats"
+        )
+    for number, entries in enumerate(progress(source.parts())):
+        wanted = {entry.name: shardings(by_source[entry.name], entry.abstract, mesh) for entry in entries}
+        restored = source.restore(number, wanted, dtype=dtype)
+        for entry in entries:
+            parameter, array = by_source[entry.name], restored.pop(entry.name)
+            if isinstance(array, QArray) and quantize_activation and parameter.role is Role.LINEAR:
+                array = dataclasses.replace(array, quantize_activation=True)
+            finish(parameter, array, entry.bits)
+    return [entry.report for entry in source.manifest.tensors]
+
+
+def check_entries(source: NativeCheckpoint, parameters: Sequence[Parameter]) -> None:
+    """Checks that a converted checkpoint holds exactly the model's weights.
+
+    Raises:
+      CheckpointError: naming those that are missing, unknown or of another shape.
+    """
+    shapes = {parameter.source: parameter.shape for parameter in parameters}
+    for names, fault in (
+        (shapes.keys() - source.tensors.keys(), "lacks tensors of the model"),
+        (source.tensors.keys() - shapes.keys(), "has tensors that the model does not"),
+    ):
+        if names:
+            raise CheckpointError(f"{source.path} {fault}: {some(names)}. Convert it from its source again")
+    for name, entry in source.tensors.items():
+        if tuple(entry.shape) != shapes[name]:
+            raise CheckpointError(
+                f"{source.path}: {name} has shape {entry.shape}; by its config, {list(shapes[name])} is expected."
+                " Convert it from its source again"
+            )
+
+
+def check_settings(
+    source: NativeCheckpoint,
+    parameters: Sequence[Parameter],
+    *,
+    quantize_type: str | None,
+    block_size: int | None,
+    symmetric: bool | None,
+) -> None:
+    """Checks that what is asked for does not contradict what a converted checkpoint is.
+
+    Its type is the one it was converted to, and also that of all its linear layers (of weights carried over from a
+    GGUF file: "keep" and "int4_blockwise").
+
+    Raises:
+      ValueError: naming both.
+    """
+    entries = [source.tensors[p.source] for p in parameters if p.role is Role.LINEAR and p.source in source.tensors]
+    made = source.manifest.quantization
+    types = {entry.report.type_name if entry.bits else NONE for entry in entries}
+    block_sizes = {entry.block_size for entry in entries}
+    symmetries = {entry.zero_point == "none" for entry in entries if entry.bits}
+    for name, asked, found in (
+        ("quantize_type", quantize_type, {made.type, KEEP} | (types if len(types) == 1 else set())),
+        ("block_size", block_size, {made.block_size} | (block_sizes if len(block_sizes) == 1 else set())),
+        ("symmetric", symmetric, symmetries if len(symmetries) == 1 else set()),
+    ):
+        if asked is not None and asked not in found:
+            values = " or ".join(sorted(str(value) for value in found - {KEEP} if value is not None)) or "mixed"
+            raise ValueError(
+                f"{name} is {asked}, but {source.path} was converted to {name} {values}; drop the setting, or"
+                f" convert the model's source again with {name} {asked}"
+            )
 
 
 def shardings(parameter: Parameter, array: Any, mesh: Mesh) -> Any:
