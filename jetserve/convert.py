@@ -15,11 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from jetserve.checkpoint.base import CheckpointError, CheckpointReader
+from jetserve import default_model
+from jetserve.checkpoint import hub
+from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind
 from jetserve.checkpoint.load import Progress, open_model
 from jetserve.checkpoint.native import NativeCheckpoint, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
 from jetserve.checkpoint.source import check_tensors, make_weight
+from jetserve.config import ConvertConfig
 from jetserve.models.base import Parameter
 from jetserve.quantize.recipe import KEEP, NONE, Action, Recipe, Target
 from jetserve.quantize.report import WeightReport
@@ -118,7 +121,9 @@ def convert(
             f"{source} is a converted checkpoint already, of type {reader.manifest.quantization.type}; rounding twice"
             " loses quality: convert the model's source"
         )
-    recipe = Recipe.from_settings(quantize_type, block_size=block_size, symmetric=symmetric, source_kind=reader.kind)
+    recipe = Recipe.from_settings(
+        quantize_type, block_size=block_size, symmetric=symmetric, source_quantized=reader.kind is SourceKind.QUANTIZED
+    )
     _, parameters = opened.build()
     plan = recipe.plan(parameters)
     check_tensors(reader, parameters)
@@ -143,6 +148,28 @@ def convert(
         seconds=time.monotonic() - started,
         resumed=len(finished),
     )
+
+
+def run(config: ConvertConfig) -> int:
+    """Converts as `config` says, prints the report, and returns the exit code.
+
+    Raises:
+      ValueError, RuntimeError: see `convert`, `hub.local_path` and `default_model.fetch`.
+    """
+    wanted = config.source
+    if wanted.checkpoint_path is None:
+        source = default_model.fetch(wanted.cache_dir)
+    else:
+        source = hub.local_path(wanted.checkpoint_path)
+    report = convert(
+        source,
+        config.output,
+        quantize_type=wanted.quantize_type,
+        block_size=wanted.block_size,
+        symmetric=wanted.symmetric,
+    )
+    print(report.as_text())
+    return 0
 
 
 def _quantization(recipe: Recipe, plan: Mapping[str, Target], reader: CheckpointReader) -> QuantizationEntry:

@@ -8,7 +8,6 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
-from jetserve.checkpoint.base import SourceKind
 from jetserve.models.base import Parameter, Role
 from jetserve.quantize.qarray import BLOCK_SIZE_MULTIPLE, QUANTIZE_TYPES, QuantizationConfig
 
@@ -61,7 +60,7 @@ class Recipe:
         block_size: int | None = None,
         symmetric: bool | None = None,
         quantize_activation: bool = False,
-        source_kind: SourceKind,
+        source_quantized: bool,
     ) -> "Recipe":
         """The recipe that a user's settings ask for; None everywhere means "unset".
 
@@ -71,7 +70,7 @@ class Recipe:
           ValueError: for an unknown type, and for settings that could take no effect.
         """
         if quantize_type is None:
-            quantize_type = KEEP if source_kind is SourceKind.QUANTIZED else NONE
+            quantize_type = KEEP if source_quantized else NONE
         if quantize_type not in TYPE_NAMES:
             raise ValueError(f"quantize type is {quantize_type!r}; expected one of {', '.join(TYPE_NAMES)}")
         if quantize_type in QUANTIZE_TYPES:
@@ -93,11 +92,10 @@ class Recipe:
                     f"{name} is {value}, but quantize type {quantize_type} rounds no weight, so it would have no"
                     f" effect; drop it, or ask for one of {', '.join(QUANTIZE_TYPES)}"
                 )
-        if quantize_activation and (quantize_type == NONE or source_kind is SourceKind.FLOAT):
+        if quantize_activation and (quantize_type == NONE or not source_quantized):
             raise ValueError(
-                f"quantize_activation takes quantized weights, but quantize type {quantize_type} of a"
-                f" {source_kind.value} source leaves them in floating point; ask for one of"
-                f" {', '.join(QUANTIZE_TYPES)}, or drop quantize_activation"
+                f"quantize_activation takes quantized weights, but quantize type {quantize_type} leaves those of this"
+                f" checkpoint in floating point; ask for one of {', '.join(QUANTIZE_TYPES)}, or drop it"
             )
         return cls(quantize_type=quantize_type, quantize_activation=quantize_activation)
 
