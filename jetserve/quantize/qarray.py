@@ -80,7 +80,7 @@ class QuantizationConfig:
         A block size that does not divide `size` becomes the largest multiple of 32 up to it that does (576: 96).
 
         Raises:
-          ValueError: if no multiple of 32 divides `size`, or the block is larger than `size`.
+          ValueError: if no multiple of 32 divides `size`.
         """
         if self.block_size is None or size % self.block_size == 0:
             return self
@@ -184,8 +184,10 @@ def _round_to_nearest(w: jax.Array, config: QuantizationConfig, scale_dtype: jnp
         lowest = jnp.minimum(jnp.min(w, axis=-2), 0.0)
         value_range, steps = jnp.maximum(jnp.max(w, axis=-2), 0.0) - lowest, high - low
     scale = jnp.where(value_range == 0, 1.0, value_range / steps).astype(scale_dtype)
-    # A subnormal scale counts as underflowed: devices flush it to zero, and its reciprocal overflows.
-    usable = jnp.all(jnp.isfinite(scale) & (scale >= jnp.finfo(scale_dtype).tiny))
+    # A subnormal scale counts as underflowed: devices flush it to zero, and its reciprocal overflows. They flush
+    # subnormal weights too, whose range then looks like that of zeros; their bits tell.
+    flushed = (value_range == 0) & jnp.any(jax.lax.bitcast_convert_type(w, jnp.uint32) << 1 != 0, axis=-2)
+    usable = jnp.all(jnp.isfinite(scale) & (scale >= jnp.finfo(scale_dtype).tiny) & ~flushed)
     exact = scale.astype(jnp.float32)
     zero_point = None if lowest is None else jnp.round(low - lowest / exact)
     shifted = w / jnp.expand_dims(exact, -2)
@@ -218,11 +220,13 @@ def quantize(
       A QArray whose values are in an int8 container even for 4 bits; `cast_values` makes them int4.
 
     Raises:
-      ValueError: for a matrix of the wrong rank, a block size that does not divide K, NaN or infinite weights, and
-        ranges so small that a scale underflows.
+      ValueError: for a matrix of the wrong rank or of no floats, a block size that does not divide K, NaN or infinite
+        weights, and ranges so small that a scale underflows.
     """
     if w.ndim != 2:
         raise ValueError(f"{name} has shape {w.shape}; expected a matrix [K, N]")
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise ValueError(f"{name} has dtype {w.dtype}; expected floats, such as float32 or bfloat16")
     if config.block_size is not None and w.shape[0] % config.block_size:
         raise ValueError(
             f"{name} has {w.shape[0]} contracted elements, which block size {config.block_size} does not divide"
