@@ -47,6 +47,14 @@ def choose(**implementations: str) -> Iterator[None]:
         _choices.reset(token)
 
 
+Selection = tuple[str, frozenset[tuple[str, str]]]
+
+
+def selection() -> Selection:
+    """What decides now which implementations run: a key for programs that were traced under it."""
+    return _platform.get() or jax.default_backend(), frozenset((_choices.get() or {}).items())
+
+
 @functools.cache
 def implementations(op: str) -> Mapping[str, ModuleType]:
     """Every implementation of an operation, by name, the highest priority first."""
@@ -71,7 +79,7 @@ def candidates(op: str, implementation: str | None = None) -> list[ModuleType]:
     name = implementation or (_choices.get() or {}).get(op)
     if name is not None:
         return [_implementation(op, name)]
-    current = _platform.get() or jax.default_backend()
+    current, _ = selection()
     return [
         module for module in implementations(op).values() if module.PLATFORMS is None or current in module.PLATFORMS
     ]

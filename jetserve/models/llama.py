@@ -15,6 +15,7 @@ from jetserve.layers.linear import Linear
 from jetserve.layers.mlp import GatedMLP
 from jetserve.layers.norm import RMSNorm
 from jetserve.layers.rope import Rope
+from jetserve.layers.stack import traced_once
 from jetserve.models import base
 
 WEIGHTS = {
@@ -149,7 +150,7 @@ class Model(base.Model):
         x = self.embed.lookup(batch.tokens, dtype)
         updated = []
         for layer, pages in zip(self.layers, cache, strict=True):
-            x, pages = layer(x, batch, pages)
+            x, pages = traced_once(layer, x, batch, pages)
             updated.append(pages)
         return self.norm(x), tuple(updated)
 
