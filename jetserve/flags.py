@@ -89,25 +89,28 @@ def define_model() -> None:
 
 def define_engine() -> None:
     """The engine's limits."""
-    _define(flags.DEFINE_integer, "batch_size", 8, "Sequences that run at once.")
+    _define(flags.DEFINE_integer, "batch_size", 8, "Sequences that run at once.", lower_bound=1)
     _define(
         flags.DEFINE_integer,
         "max_cache_length",
         None,
         "Tokens that a sequence may have, prompt and answer (unset: what the model was made for, up to 2048).",
+        lower_bound=2,
     )
     _define(
         flags.DEFINE_integer,
         "max_step_tokens",
         None,
         f"Tokens a step computes at most; longer prompts are chunked (unset: {DEFAULT_STEP_TOKENS}).",
+        lower_bound=1,
     )
-    _define(flags.DEFINE_integer, "page_size", 16, "Tokens a page of the KV cache holds.")
+    _define(flags.DEFINE_integer, "page_size", 16, "Tokens a page of the KV cache holds.", lower_bound=1)
     _define(
         flags.DEFINE_integer,
         "num_pages",
         None,
         "Pages of the KV cache (unset: enough for --batch_size sequences of full length).",
+        lower_bound=1,
     )
     _define(flags.DEFINE_bool, "quantize_kv_cache", False, "Keep keys and values in int8, a scale a token and head.")
     _define(flags.DEFINE_bool, "prefix_caching", True, "Share the cache's pages between prompts that begin alike.")
@@ -118,7 +121,9 @@ def define_engine() -> None:
         ("float32", "bfloat16"),
         "Of activations, and of weights that are not quantized (unset: float32 on CPU, bfloat16 elsewhere).",
     )
-    _define(flags.DEFINE_integer, "tensor_parallelism", None, "Devices that share each layer (unset: all).")
+    _define(
+        flags.DEFINE_integer, "tensor_parallelism", None, "Devices that share each layer (unset: all).", lower_bound=1
+    )
 
 
 def define_sampling() -> None:
@@ -129,6 +134,7 @@ def define_sampling() -> None:
         None,
         "Tokens an answer may have (unset: 256 offline, all that fit in a chat); for --task=perplexity, how many tokens"
         " of the text are read (unset: all).",
+        lower_bound=1,
     )
     _define(flags.DEFINE_float, "temperature", 0.0, "0 picks the likeliest token; higher is more random.")
     _define(flags.DEFINE_integer, "top_k", 0, "Sample among the k likeliest tokens (0: all).")
@@ -148,15 +154,15 @@ def define_offline() -> None:
     )
     _define(flags.DEFINE_string, "output_file", None, "generate: a JSON object a line, in order; resumed if it exists.")
     _define(flags.DEFINE_string, "text_file", None, "perplexity: the text to evaluate, UTF-8.")
-    _define(flags.DEFINE_integer, "window", 1024, "perplexity: tokens a window; windows do not overlap.")
+    _define(flags.DEFINE_integer, "window", 1024, "perplexity: tokens a window; windows do not overlap.", lower_bound=2)
     _define(
         flags.DEFINE_string,
         "reference_checkpoint",
         None,
         "perplexity: a checkpoint to compare with, in floating point: KL divergence and top-1 agreement.",
     )
-    _define(flags.DEFINE_integer, "input_tokens", 512, "benchmark: tokens of every prompt.")
-    _define(flags.DEFINE_integer, "output_tokens", 128, "benchmark: tokens of every answer.")
+    _define(flags.DEFINE_integer, "input_tokens", 512, "benchmark: tokens of every prompt.", lower_bound=1)
+    _define(flags.DEFINE_integer, "output_tokens", 128, "benchmark: tokens of every answer.", lower_bound=2)
 
 
 def define_interactive() -> None:
@@ -230,10 +236,7 @@ def engine_config(*, platform: str) -> EngineConfig:
 
 def max_length() -> int | None:
     """From `define_engine`: tokens a sequence may have, or None for the model's."""
-    value = FLAGS.max_cache_length
-    if value is not None and value < 2:
-        raise ValueError(f"--max_cache_length is {value}; expected 2 or more: a prompt and an answer of one token each")
-    return value
+    return FLAGS.max_cache_length
 
 
 def sampling_defaults() -> SamplingDefaults:
