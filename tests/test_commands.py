@@ -66,7 +66,7 @@ def test_a_flag_out_of_its_range_is_refused() -> None:
     result = run("run_offline.py", "--batch_size=0")
     assert result.returncode == 1
     assert "--batch_size" in result.stderr
-    assert "lower bounded by 1" in result.stderr
+    assert "0 is not a positive integer" in result.stderr
 
 
 def test_an_unknown_flag_is_refused() -> None:
