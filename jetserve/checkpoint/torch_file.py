@@ -7,6 +7,7 @@ that such a pickle may use. Everything else in it is refused by name. Knows noth
 import math
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ _STORAGE_DTYPES = {
 }
 _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError, RuntimeError, ValueError)
+"""What zipfile raises for a damaged file, according to where the damage is."""
 
 # Tuples rather than dataclasses: a pickle's BUILD instruction could change the fields of a dataclass.
 
@@ -116,7 +119,9 @@ class TorchFile:
             with zipfile.ZipFile(path) as archive:
                 self._entries, root = _entries(path, archive)
                 self.tensors = _unpickle(path, archive, root)
-        except zipfile.BadZipFile as error:
+        except CheckpointError:
+            raise
+        except _ZIP_ERRORS as error:
             raise CheckpointError(f"{path} is truncated or damaged: {error}. Get the file again") from error
         self._bytes = np.memmap(path, np.uint8, "r")
         self._places = {tensor.storage: self._place(tensor) for tensor in self.tensors.values()}

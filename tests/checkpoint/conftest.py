@@ -1,6 +1,7 @@
 """A random Llama that the tests of every checkpoint format write down in their format and read back."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -49,6 +50,19 @@ META_NAMES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+
+
+def damaged(data: bytes, rng: np.random.Generator, *, within: int) -> bytes:
+    """A copy with a few of the first `within` bytes changed, one time in ten cut short as well."""
+    found = bytearray(data)
+    for at in rng.integers(min(within, len(data)), size=rng.integers(1, 4)):
+        found[at] = rng.choice([0, 1, 127, 255])
+    return bytes(found[: rng.integers(len(data))] if rng.random() < 0.1 else found)
+
+
+@pytest.fixture(scope="session")
+def damage() -> Callable[..., bytes]:
+    return damaged
 
 
 @pytest.fixture(scope="session")

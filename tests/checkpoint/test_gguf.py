@@ -311,6 +311,21 @@ def test_overlapping_tensors_and_unknown_types_are_refused(write) -> None:
     refused(damaged(path, unknown_type), "999")
 
 
+def test_damaged_files_are_read_or_refused_but_raise_nothing_else(write, damage) -> None:
+    path = write()
+    data, rng, refusals = path.read_bytes(), np.random.default_rng(0), 0
+    for _ in range(150):
+        path.write_bytes(damage(data, rng, within=2500))
+        try:
+            reader = gguf.open_reader(path)
+        except CheckpointError:
+            refusals += 1
+        else:
+            for name in reader.tensors:
+                reader.read(name)
+    assert 50 < refusals < 150
+
+
 def test_a_folder_opens_its_only_file(write, tmp_path: Path) -> None:
     file = write()
     assert gguf.matches(file)

@@ -237,6 +237,22 @@ def test_malformed_safetensors_headers_are_refused(tmp_path: Path, header: objec
     assert "x.safetensors" in str(caught.value)
 
 
+def test_damaged_safetensors_are_read_or_refused_but_raise_nothing_else(tmp_path: Path, damage) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(4, 4), "b": torch.ones(3)}, path)
+    data, rng, refusals = path.read_bytes(), np.random.default_rng(0), 0
+    for _ in range(300):
+        path.write_bytes(damage(data, rng, within=200))
+        try:
+            file = SafetensorsFile(path)
+        except CheckpointError:
+            refusals += 1
+        else:
+            for name in file.entries:
+                file.read(name)
+    assert 100 < refusals < 300
+
+
 def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
     values = np.arange(3, dtype=np.float32)
     header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}).encode()
