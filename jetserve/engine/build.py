@@ -31,14 +31,14 @@ def enable_compilation_cache(cache_dir: Path) -> None:
 def load_source(
     source: ModelSource, config: EngineConfig, *, devices: list[jax.Device] | None = None, progress: Progress = silent
 ) -> LoadedModel:
-    """Loads the model that `source` names onto the mesh that `config` asks for.
+    """Loads the model that `source` names onto the mesh that `config` asks for, with the tokenizer that it names.
 
     Raises:
       CheckpointError, ValueError, RuntimeError: see `load.load_model` and `default_model.fetch`.
     """
     wanted = source.checkpoint_path
     path = default_model.fetch(source.cache_dir) if wanted is None else hub.local_path(wanted)
-    return load.load_model(
+    loaded = load.load_model(
         path,
         quantize_type=source.quantize_type,
         block_size=source.block_size,
@@ -48,6 +48,21 @@ def load_source(
         dtype=jnp.dtype(config.dtype),
         progress=progress,
     )
+    if source.tokenizer_path is not None:
+        loaded = dataclasses.replace(loaded, tokenizer=Tokenizer.from_folder(source.tokenizer_path))
+    return loaded
+
+
+def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
+    """The tokenizer of a loaded model. Raises ValueError if it has none."""
+    if loaded.tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer beside it; name one with --tokenizer_path")
+    return loaded.tokenizer
+
+
+def model_name(source: ModelSource) -> str:
+    """What a report calls the model."""
+    return source.checkpoint_path or default_model.NAME
 
 
 def build_engine(
@@ -65,15 +80,14 @@ def build_engine(
       ValueError: if `max_length` is more than the model was made for, or there is no tokenizer.
     """
     enable_compilation_cache(source.cache_dir)
-    loaded = load_source(source, config, progress=progress)
+    return make_engine(load_source(source, config, progress=progress), config, max_length=max_length)
+
+
+def make_engine(loaded: LoadedModel, config: EngineConfig, *, max_length: int | None = None) -> Engine:
+    """Puts an engine around a loaded model. Arguments and errors are `build_engine`'s."""
     limit = loaded.config.max_position
     if max_length is not None and max_length > limit:
         raise ValueError(f"--max_cache_length is {max_length}, but the model was made for up to {limit} tokens")
     config = dataclasses.replace(config, max_length=max_length or min(DEFAULT_MAX_LENGTH, limit))
-    tokenizer = loaded.tokenizer
-    if source.tokenizer_path is not None:
-        tokenizer = Tokenizer.from_folder(source.tokenizer_path)
-    if tokenizer is None:
-        raise ValueError("the checkpoint has no tokenizer beside it; name one with --tokenizer_path")
-    runner = Runner(loaded.model, config, make_mesh(config.mesh))
-    return Engine(runner, tokenizer)
+    tokenizer = tokenizer_of(loaded)
+    return Engine(Runner(loaded.model, config, make_mesh(config.mesh)), tokenizer)

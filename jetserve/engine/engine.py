@@ -76,6 +76,7 @@ class Engine:
             self.scheduler.finish(sequence, FinishReason.ERROR)
             outputs.append(self._end(sequence, error))
         self.allocator.clear()
+        self.runner.restore_cache()
         return outputs
 
     @property

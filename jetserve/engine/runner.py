@@ -146,6 +146,11 @@ class Runner:
         logits, self._cache = self._step(self._params, self._cache, batch, all_logits=all_logits)
         return logits
 
+    def restore_cache(self) -> None:
+        """Makes new pages if a step that failed took the old ones with it: they are donated to every step."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
+            self._cache = make_cache(self.model_config, self.config, self._mesh)
+
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program that serving can need, by running each on padding.
 
