@@ -233,12 +233,12 @@ def check_settings(
     block_sizes = {entry.block_size for entry in entries}
     symmetries = {entry.zero_point == "none" for entry in entries if entry.bits}
     for name, asked, found in (
-        ("quantize_type", quantize_type, {made.type, KEEP} | (types if len(types) == 1 else set())),
+        ("quantize_type", quantize_type, {made.type} | (types if len(types) == 1 else set())),
         ("block_size", block_size, {made.block_size} | (block_sizes if len(block_sizes) == 1 else set())),
         ("symmetric", symmetric, symmetries if len(symmetries) == 1 else set()),
     ):
-        if asked is not None and asked not in found:
-            values = " or ".join(sorted(str(value) for value in found - {KEEP} if value is not None)) or "mixed"
+        if asked not in (None, KEEP) and asked not in found:
+            values = " or ".join(sorted(str(value) for value in found if value is not None)) or "none of one kind"
             raise ValueError(
                 f"{name} is {asked}, but {source.path} was converted to {name} {values}; drop the setting, or"
                 f" convert the model's source again with {name} {asked}"

@@ -115,22 +115,35 @@ class NativeWriter:
         self._stack.close()
 
     def _resume(self) -> None:
-        file = self._partial / PROGRESS
-        if file.is_file():
-            found = from_json(Progress, json.loads(file.read_text(encoding="utf-8")), str(file))
-            if found.digest == self._progress.digest and all(
-                measure(part_folder(self._partial, number)) == part for number, part in enumerate(found.parts)
-            ):
-                self._progress = found
-                logger.info("going on after %d tensors that %s holds", len(found.tensors), self._partial)
-            else:
-                logger.warning("discarding %s, which is of another source, settings or version", self._partial)
+        found = self._earlier_progress()
+        if found is not None:
+            self._progress = found
+            logger.info("going on after %d tensors that %s holds", len(found.tensors), self._partial)
         keep = {part_folder(self._partial, number) for number in range(len(self._progress.parts))}
         for entry in [*self._partial.iterdir(), *(self._partial / WEIGHTS).glob("*")]:
             if entry.is_file() and (entry.name != PROGRESS or not keep):
                 entry.unlink()
             elif entry.is_dir() and entry.name != WEIGHTS and entry not in keep:
                 shutil.rmtree(entry)
+
+    def _earlier_progress(self) -> Progress | None:
+        """What an earlier run finished of the same; None, and a warning, if that is something else or damaged."""
+        file = self._partial / PROGRESS
+        if not file.is_file():
+            return None
+        try:
+            found: Progress = from_json(Progress, json.loads(file.read_text(encoding="utf-8")), str(file))
+        except ValueError as error:
+            logger.warning("discarding %s, which is damaged: %s", self._partial, error)
+            return None
+        if found.digest != self._progress.digest:
+            logger.warning("discarding %s, which is of another source, settings or version", self._partial)
+            return None
+        for number, part in enumerate(found.parts):
+            if measure(part_folder(self._partial, number)) != part:
+                logger.warning("discarding %s, whose part %d is damaged", self._partial, number)
+                return None
+        return found
 
     @property
     def finished(self) -> frozenset[str]:
