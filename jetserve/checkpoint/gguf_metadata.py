@@ -177,6 +177,8 @@ def hf_config(
         "bos_token_id": metadata.integer("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.integer("tokenizer.ggml.eos_token_id"),
     }
+    if optional["sliding_window"] is not None:
+        config["model_type"] = "mistral"  # Hugging Face's Llama has no window; llama.cpp knows both as llama
     return config | {key: value for key, value in optional.items() if value is not None}
 
 

@@ -121,6 +121,7 @@ def hf_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     if scaled:
         config["rope_scaling"] = _rope_scaling(params, hidden, source)
     if params.get("sliding_window") is not None:
+        config["model_type"] = "mistral"  # Hugging Face's Llama has no window
         config["sliding_window"] = size(params, "sliding_window", source)
     _check_shapes(config, shapes, source)
     return config

@@ -21,8 +21,10 @@ class Rope:
         """From `rope_theta` and `rope_scaling` of a Hugging Face config.
 
         Raises:
-          ValueError: for a scaling that is not built, naming it.
+          ValueError: for a scaling that is not built, naming it, and for heads that do not split into pairs.
         """
+        if head_size % 2:
+            raise ValueError(f"head_dim is {head_size}; expected an even number, of channels rotated in pairs")
         frequencies = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
         kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
         if scaling is None or kind == "default":

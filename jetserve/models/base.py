@@ -66,20 +66,19 @@ def find(model_type: object) -> ModuleType:
     return importlib.import_module(f"jetserve.models.{model_type}")
 
 
-def read_config(hf: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuses switches of a Hugging Face config that ask for what is not built.
+def check_switches(hf: Mapping[str, Any], built: Mapping[str, Any]) -> None:
+    """Refuses a Hugging Face config, or a part of one, that asks for what is not built.
 
     Args:
-      hf: the config.
-      known: the only value that is built, for every switch that changes what the model computes.
+      hf: the config; a key that is absent or null is as built.
+      built: the only value that is, for every switch that changes what the model computes.
 
     Raises:
       ValueError: naming the switch, its value and the one that is built.
     """
-    for key, built in known.items():
-        if hf.get(key, built) != built:
-            raise ValueError(f"the model's config asks for {key}={hf[key]!r}, which is not built; only {built!r} is")
-    return dict(hf)
+    for key, value in built.items():
+        if hf.get(key) not in (None, value):
+            raise ValueError(f"the model's config asks for {key}={hf[key]!r}, which is not built; only {value!r} is")
 
 
 class Role(enum.Enum):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -61,19 +61,20 @@ class Config:
     sliding_window: int | None = None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         """From a Hugging Face config.json.
 
         Raises:
           ValueError: for a missing key, or a switch that is not built.
         """
-        hf = base.read_config(hf, {"hidden_act": "silu", "pretraining_tp": 1})
+        base.check_switches(hf, {"hidden_act": "silu", "partial_rotary_factor": 1.0})
+        # transformers 5 writes rope_parameters in place of rope_theta and rope_scaling
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        base.check_switches(rope, {"partial_rotary_factor": 1.0})
         try:
             heads = hf["num_attention_heads"]
             head_size = hf.get("head_dim") or hf["hidden_size"] // heads
-            # transformers 5 writes rope_parameters in place of rope_theta and rope_scaling
-            rope = hf.get("rope_parameters") or hf.get("rope_scaling")
-            theta = (rope or {}).get("rope_theta") or hf.get("rope_theta", 10000.0)
+            theta = rope.get("rope_theta") or hf.get("rope_theta", 10000.0)
             config = cls(
                 hidden_size=hf["hidden_size"],
                 mlp_size=hf["intermediate_size"],
@@ -88,7 +89,6 @@ class Config:
                 rope=Rope.from_hf(head_size, theta, rope),
                 attention_bias=hf.get("attention_bias", False),
                 mlp_bias=hf.get("mlp_bias", False),
-                sliding_window=hf.get("sliding_window"),
             )
         except KeyError as missing:
             raise ValueError(f"the model's config has no {missing}; expected every key of a llama config") from None

@@ -1,5 +1,23 @@
 """Mistral: Llama's shape with a sliding window over the attention (Jiang et al. 2023, "Mistral 7B")."""
 
-from jetserve.models.llama import WEIGHTS, Config, Model
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jetserve.models import llama
+from jetserve.models.llama import WEIGHTS, Model
 
 __all__ = ["WEIGHTS", "Config", "Model"]
+
+DEFAULT_WINDOW = 4096
+"""Tokens, where a config says nothing; null says that there is no window."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(llama.Config):
+    """A Llama's, with the window."""
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        """See `llama.Config.from_hf`, which leaves the window out: transformers ignores one in a Llama's config."""
+        return dataclasses.replace(super().from_hf(hf), sliding_window=hf.get("sliding_window", DEFAULT_WINDOW))

@@ -209,7 +209,8 @@ def test_variants_of_the_config(write) -> None:
     assert config(drop=("lm_head.weight",))["tie_word_embeddings"] is True
     assert config(rope__freq_base=None)["rope_theta"] == 10000.0
     assert config(attention__key_length=16, attention__value_length=16)["head_dim"] == 16
-    assert config(attention__sliding_window=128)["sliding_window"] == 128
+    window = config(attention__sliding_window=128)
+    assert (window["model_type"], window["sliding_window"]) == ("mistral", 128)
     linear = config(rope__scaling__type="linear", rope__scaling__factor=4.0)
     assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
     assert "rope_scaling" not in config(rope__scaling__type="none")

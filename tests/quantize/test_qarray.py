@@ -61,8 +61,13 @@ def scale_of_each_weight(qarray: QArray, shape: tuple[int, int]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("bits", "block_size", "symmetric", "published"),
-    [(8, None, True, 0.0083), (8, 128, True, 0.0066), (4, None, True, 0.150), (4, 128, True, 0.117)]
-    + [(4, 128, False, 0.0998)],
+    [
+        (8, None, True, 0.0083),
+        (8, 128, True, 0.0066),
+        (4, None, True, 0.150),
+        (4, 128, True, 0.117),
+        (4, 128, False, 0.0998),
+    ],
 )
 def test_error_on_a_gaussian(bits: int, block_size: int | None, symmetric: bool, published: float) -> None:
     w = gaussian(2048, 2048)
@@ -327,8 +332,16 @@ def test_bad_configs_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "size", "given"),
-    [(128, 576, 96), (128, 1536, 128), (128, 64, 64), (64, 96, 32), (128, 11008 // 4, 64), (256, 29568, 224)]
-    + [(None, 86, None), (32, 32, 32)],
+    [
+        (128, 576, 96),
+        (128, 1536, 128),
+        (128, 64, 64),
+        (64, 96, 32),
+        (128, 11008 // 4, 64),
+        (256, 29568, 224),
+        (None, 86, None),
+        (32, 32, 32),
+    ],
 )
 def test_the_block_size_that_a_weight_gets(asked: int | None, size: int, given: int | None) -> None:
     fitting = [g for g in range(32, (asked or 0) + 1, 32) if size % g == 0]
