@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from absl import app
 from absl import flags as absl_flags
+from absl import logging as absl_logging
 
 from jetserve import flags
 
@@ -25,6 +26,8 @@ def _run(description: str, groups: Sequence[Callable[[], None]], command: Callab
     def main(argv: Sequence[str]) -> int:
         logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
         logging.getLogger("jetserve").setLevel(logging.DEBUG if _DEBUG.value else logging.INFO)
+        # Orbax logs a page for every part that it writes, through absl's logger.
+        absl_logging.set_verbosity(absl_logging.DEBUG if _DEBUG.value else absl_logging.WARNING)
         try:
             flags.refuse_arguments(argv)
             return command()
@@ -59,7 +62,7 @@ def serve_command() -> None:
             "the servers are not in this version; run_interactive.py chats and run_offline.py works on files"
         )
 
-    _run("Serves a model over gRPC and HTTP.", [flags.define_model, flags.define_engine], command)
+    _run("Serves a model over gRPC and HTTP.", [flags.define_model, flags.define_batch, flags.define_engine], command)
 
 
 def chat_command() -> None:
@@ -90,5 +93,5 @@ def offline_command() -> None:
         engine_config = flags.engine_config(platform=jax.default_backend())
         return offline.run(config, source, engine_config, max_length=max_length)
 
-    groups = [flags.define_offline, flags.define_model, flags.define_sampling, flags.define_engine]
+    groups = [flags.define_offline, flags.define_model, flags.define_sampling, flags.define_batch, flags.define_engine]
     _run("Generates from files of prompts, evaluates perplexity, benchmarks.", groups, command)

@@ -89,7 +89,6 @@ def define_model() -> None:
 
 def define_engine() -> None:
     """The engine's limits."""
-    _define(flags.DEFINE_integer, "batch_size", 8, "Sequences that run at once.", lower_bound=1)
     _define(
         flags.DEFINE_integer,
         "max_cache_length",
@@ -105,13 +104,6 @@ def define_engine() -> None:
         lower_bound=1,
     )
     _define(flags.DEFINE_integer, "page_size", 16, "Tokens a page of the KV cache holds.", lower_bound=1)
-    _define(
-        flags.DEFINE_integer,
-        "num_pages",
-        None,
-        "Pages of the KV cache (unset: enough for --batch_size sequences of full length).",
-        lower_bound=1,
-    )
     _define(flags.DEFINE_bool, "quantize_kv_cache", False, "Keep keys and values in int8, a scale a token and head.")
     _define(flags.DEFINE_bool, "prefix_caching", True, "Share the cache's pages between prompts that begin alike.")
     _define(
@@ -123,6 +115,18 @@ def define_engine() -> None:
     )
     _define(
         flags.DEFINE_integer, "tensor_parallelism", None, "Devices that share each layer (unset: all).", lower_bound=1
+    )
+
+
+def define_batch() -> None:
+    """How many sequences run at once, for all commands but the chat, which runs one."""
+    _define(flags.DEFINE_integer, "batch_size", 8, "Sequences that run at once.", lower_bound=1)
+    _define(
+        flags.DEFINE_integer,
+        "num_pages",
+        None,
+        "Pages of the KV cache (unset: enough for --batch_size sequences of full length).",
+        lower_bound=1,
     )
 
 
@@ -219,14 +223,16 @@ def model_source() -> ModelSource:
 
 
 def engine_config(*, platform: str) -> EngineConfig:
-    """From `define_engine`, for a jax platform ("cpu", "tpu", …)."""
+    """From `define_engine` and, where it was, `define_batch`, for a jax platform ("cpu", "tpu", …)."""
+    has_batch = "batch_size" in FLAGS
+    batch_size = FLAGS.batch_size if has_batch else 1
     return EngineConfig(
-        max_sequences=FLAGS.batch_size,
-        max_step_tokens=FLAGS.max_step_tokens or max(DEFAULT_STEP_TOKENS, FLAGS.batch_size),
+        max_sequences=batch_size,
+        max_step_tokens=FLAGS.max_step_tokens or max(DEFAULT_STEP_TOKENS, batch_size),
         dtype=FLAGS.dtype or ("float32" if platform == "cpu" else "bfloat16"),
         cache=CacheConfig(
             page_size=FLAGS.page_size,
-            num_pages=FLAGS.num_pages,
+            num_pages=FLAGS.num_pages if has_batch else None,
             quantize=FLAGS.quantize_kv_cache,
             prefix_caching=FLAGS.prefix_caching,
         ),

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jetserve.checkpoint.base import CheckpointError
 from jetserve.tokenizer import Tokenizer
 
@@ -78,6 +80,17 @@ def check_is_weights(path: Path) -> None:
         raise CheckpointError(f"{path} is empty; get the file again")
     if head == _LFS_POINTER:
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` or download the file")
+
+
+def map_bytes(path: Path, start: int, stop: int) -> np.ndarray:
+    """Bytes [start, stop) of a file as a read-only memory map of their own.
+
+    Memory that was read through a map counts as the process's until the map is gone, so each tensor gets one: a map of
+    the whole file would grow to the size of the file.
+    """
+    if start == stop:
+        return np.empty(0, np.uint8)
+    return np.asarray(np.memmap(path, np.uint8, "r", offset=start, shape=(stop - start,)))
 
 
 def check_rows(name: str, start: int, stop: int, rows: int) -> None:

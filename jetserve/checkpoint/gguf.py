@@ -15,7 +15,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jetserve.checkpoint.base import CheckpointError, SourceKind, TensorInfo
-from jetserve.checkpoint.files import check_is_weights, check_rows, fingerprint, some
+from jetserve.checkpoint.files import check_is_weights, check_rows, fingerprint, map_bytes, some
 from jetserve.checkpoint.gguf_blocks import CARRIED_BITS, carry_over
 from jetserve.checkpoint.gguf_metadata import ROPE_FACTORS, Metadata, hf_config, hugging_face_names
 from jetserve.checkpoint.rope_layout import half_split_order
@@ -105,7 +105,9 @@ class GgufReader:
 
     def _rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows in Hugging Face's order, in the file's own bytes or dtype; a view unless rows must be permuted."""
-        data = self._sources[name].data
+        tensor = self._sources[name]
+        raw = map_bytes(self.path, tensor.data_offset, tensor.data_offset + tensor.n_bytes)
+        data = raw.view(tensor.data.dtype).reshape(tensor.data.shape)
         if name.split(".")[-2] in ("q_proj", "k_proj"):
             return data[half_split_order(len(data), self.hf_config["head_dim"])[start:stop]]
         return data[start:stop]

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind
@@ -52,7 +51,7 @@ class LoadedModel:
       quantize_type: how they are quantized, one of `recipe.TYPE_NAMES`.
     """
 
-    model: nnx.Module
+    model: base.Model
     config: Any
     hf_config: Mapping[str, Any]
     tokenizer: Tokenizer | None
@@ -72,7 +71,7 @@ class OpenModel:
     def hf_config(self) -> Mapping[str, Any]:
         return self.source.hf_config
 
-    def build(self) -> tuple[nnx.Module, list[Parameter]]:
+    def build(self) -> tuple[base.Model, list[Parameter]]:
         """The model without memory, and its parameters."""
         model = self.module.Model(self.config)
         return model, base.parameters(model, self.module.WEIGHTS)

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jetserve.checkpoint.base import CheckpointError
-from jetserve.checkpoint.files import check_is_weights, reject_duplicate_keys
+from jetserve.checkpoint.files import check_is_weights, map_bytes, reject_duplicate_keys
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -69,12 +69,11 @@ class SafetensorsFile:
         header, self._data_start = _read_header(path)
         self.entries = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
         _check_layout(path, self.entries, path.stat().st_size - self._data_start)
-        self._bytes = np.memmap(path, np.uint8, "r")
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of the file. Raises KeyError if there is no such tensor."""
         entry = self.entries[name]
-        data = np.asarray(self._bytes)[self._data_start + entry.start : self._data_start + entry.stop]
+        data = map_bytes(self.path, self._data_start + entry.start, self._data_start + entry.stop)
         if (self._data_start + entry.start) % entry.dtype.itemsize:
             data = data.copy()  # Writers align tensors; the format does not say that they must.
         return data.view(entry.dtype).reshape(entry.shape)

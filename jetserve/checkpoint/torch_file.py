@@ -10,13 +10,13 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from jetserve.checkpoint.base import CheckpointError
-from jetserve.checkpoint.files import check_is_weights
+from jetserve.checkpoint.files import check_is_weights, map_bytes
 
 _STORAGE_DTYPES = {
     "DoubleStorage": np.dtype(np.float64),
@@ -123,25 +123,26 @@ class TorchFile:
             raise
         except _ZIP_ERRORS as error:
             raise CheckpointError(f"{path} is truncated or damaged: {error}. Get the file again") from error
-        self._bytes = np.memmap(path, np.uint8, "r")
-        self._places = {tensor.storage: self._place(tensor) for tensor in self.tensors.values()}
+        with path.open("rb") as file:
+            self._places = {tensor.storage: self._place(tensor, file) for tensor in self.tensors.values()}
         for name, tensor in self.tensors.items():
             start, stop = self._places[tensor.storage]
             end = tensor.offset + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
             if math.prod(tensor.shape) and end * tensor.dtype.itemsize > stop - start:
                 raise CheckpointError(f"{path}: {name} ends beyond its storage of {stop - start} bytes; get it again")
 
-    def _place(self, tensor: StoredTensor) -> tuple[int, int]:
+    def _place(self, tensor: StoredTensor, file: BinaryIO) -> tuple[int, int]:
         """Where a storage's bytes lie in the file: [start, stop)."""
         entry = self._entries.get(tensor.storage)
         if entry is None:
             raise CheckpointError(f"{self.path} lacks the storage data/{tensor.storage}; get the file again")
-        header = bytes(self._bytes[entry.header_offset : entry.header_offset + _LOCAL_HEADER_BYTES])
+        file.seek(entry.header_offset)
+        header = file.read(_LOCAL_HEADER_BYTES)
         if header[:4] != _ZIP_MAGIC:
             raise CheckpointError(f"{self.path} is damaged: {entry.filename} is not where its index says. Get it again")
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = entry.header_offset + _LOCAL_HEADER_BYTES + lengths
-        if start + entry.file_size > len(self._bytes):
+        if start + entry.file_size > self.path.stat().st_size:
             raise CheckpointError(f"{self.path} is truncated: {entry.filename} lies beyond its end. Get the file again")
         return start, start + entry.file_size
 
@@ -150,7 +151,7 @@ class TorchFile:
         tensor = self.tensors[name]
         start, stop = self._places[tensor.storage]
         itemsize = tensor.dtype.itemsize
-        data = np.asarray(self._bytes)[start : start + (stop - start) // itemsize * itemsize]
+        data = map_bytes(self.path, start, start + (stop - start) // itemsize * itemsize)
         if start % itemsize:
             data = data.copy()
         elements = data.view(tensor.dtype)[tensor.offset :]

@@ -2,18 +2,22 @@
 
 import dataclasses
 import logging
+import os
+import tempfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from jetserve import default_model
+from jetserve import convert, default_model
 from jetserve.checkpoint import hub, load
 from jetserve.checkpoint.load import LoadedModel, Progress, silent
+from jetserve.checkpoint.native import FORMAT_VERSION
 from jetserve.config import EngineConfig, ModelSource
 from jetserve.engine.engine import Engine
 from jetserve.engine.runner import Runner
 from jetserve.parallel.mesh import make_mesh
+from jetserve.quantize.recipe import KEEP, NONE, Recipe
 from jetserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,8 +40,10 @@ def load_source(
     Raises:
       CheckpointError, ValueError, RuntimeError: see `load.load_model` and `default_model.fetch`.
     """
-    wanted = source.checkpoint_path
-    path = default_model.fetch(source.cache_dir) if wanted is None else hub.local_path(wanted)
+    if source.checkpoint_path is None:
+        source, path = _default_checkpoint(source)
+    else:
+        path = hub.local_path(source.checkpoint_path)
     loaded = load.load_model(
         path,
         quantize_type=source.quantize_type,
@@ -51,6 +57,40 @@ def load_source(
     if source.tokenizer_path is not None:
         loaded = dataclasses.replace(loaded, tokenizer=Tokenizer.from_folder(source.tokenizer_path))
     return loaded
+
+
+def _default_checkpoint(source: ModelSource) -> tuple[ModelSource, Path]:
+    """The default model converted as `source` asks for, made once and kept, and what is left to ask when it is loaded.
+
+    Floats are not kept: they take six times the space of the file that they come from, and load as fast from that.
+    """
+    gguf = default_model.fetch(source.cache_dir)
+    quantize_type = source.quantize_type or KEEP
+    if quantize_type == NONE:
+        return source, gguf
+    recipe = Recipe.from_settings(
+        quantize_type, block_size=source.block_size, symmetric=source.symmetric, source_quantized=True
+    )
+    form = "" if recipe.linear is None else f"-{recipe.linear.block_size}-{recipe.linear.symmetric}"
+    path = gguf.parent / f"{quantize_type}{form}-{FORMAT_VERSION}"
+    if not path.exists():
+        logger.info("converting the default model to %s, once, into %s", quantize_type, path)
+        # Another process may be at it: each works in a folder of its own, and the first to end wins.
+        with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
+            made = Path(folder) / path.name
+            convert.convert(
+                gguf,
+                made,
+                quantize_type=quantize_type,
+                block_size=source.block_size,
+                symmetric=source.symmetric,
+            )
+            try:
+                os.rename(made, path)
+            except OSError:
+                if not path.exists():
+                    raise
+    return dataclasses.replace(source, quantize_type=None, block_size=None, symmetric=None), path
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
