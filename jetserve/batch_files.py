@@ -248,7 +248,10 @@ class ResultFile:
         """
         self._path = path
         self._size = size
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+        try:
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+        except OSError as error:
+            raise OSError(f"cannot write to --output_file {path}: {error.strerror}; name another file") from error
         self._cut()
 
     def _cut(self) -> None:
