@@ -22,6 +22,7 @@ class Stream:
         self._stop_ids = frozenset(sequence.sampling.stop_token_ids)
         if not sequence.sampling.ignore_eos:
             self._stop_ids |= set(tokenizer.eos_token_ids)
+        self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=sequence.prompt_token_ids)
         self._stops = StopStrings(sequence.sampling.stop)
 
@@ -44,8 +45,10 @@ class Stream:
         if sampled.token_id in self._stop_ids:
             reason = FinishReason.STOP
         else:
-            text, matched = self._stops.push(self._detokenizer.push([sampled.token_id]))
-            if matched is not None and sequence.num_output_tokens >= params.min_tokens:
+            text, matched = self._text_of(sampled.token_id), None
+            if sequence.num_output_tokens >= params.min_tokens:  # a stop string before that is text like any other
+                text, matched = self._stops.push(text)
+            if matched is not None:
                 reason = FinishReason.STOP
             elif is_full or sequence.num_output_tokens >= params.max_tokens:
                 reason = FinishReason.LENGTH
@@ -58,6 +61,10 @@ class Stream:
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """The last output of a sequence that ends without another token."""
         return self._output(reason, self._rest(), (), (), error)
+
+    def _text_of(self, token_id: int) -> str:
+        # Models pad their vocabularies with ids that no tokenizer has.
+        return self._detokenizer.push([token_id]) if self._tokenizer.has_token(token_id) else ""
 
     def _rest(self) -> str:
         """Text held back as half a character or as the beginning of a stop string that never came."""

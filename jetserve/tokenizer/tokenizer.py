@@ -110,6 +110,10 @@ class Tokenizer:
         """How many spaces at the start of a decoded text belong to the encoding (SentencePiece's dummy prefix)."""
         return self._layout[1]
 
+    def has_token(self, token_id: int) -> bool:
+        """Whether this id is a token's: a model's vocabulary may be larger."""
+        return token_id in self._texts
+
     def is_special(self, token_id: int) -> bool:
         """Whether this token is markup: hidden by `skip_special_tokens`, never made of plain text."""
         return token_id in self._special_ids
