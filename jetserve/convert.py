@@ -19,7 +19,7 @@ from jetserve import default_model
 from jetserve.checkpoint import hub
 from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind
 from jetserve.checkpoint.load import Progress, open_model
-from jetserve.checkpoint.native import NativeCheckpoint, QuantizationEntry, SourceEntry
+from jetserve.checkpoint.native import MANIFEST, NativeCheckpoint, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
 from jetserve.checkpoint.source import check_tensors, make_weight
 from jetserve.config import ConvertConfig
@@ -84,6 +84,7 @@ class ConversionReport:
             lines.append(f"{count} tensors of type {type_name}, which cannot be carried over, became floats")
         lines += [f"rounding error {t.error:.4f}: {t.name}" for t in self.weights.worst(WORST)]
         resumed = f", {self.resumed} of {len(self.weights.tensors)} tensors by an earlier run" if self.resumed else ""
+        lines.append(f"type, block size and error of every tensor: {self.output / MANIFEST}")
         lines.append(f"took {self.seconds:.1f} s{resumed}")
         return capture.get() + "\n".join(lines)
 
