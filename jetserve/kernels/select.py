@@ -50,9 +50,14 @@ def choose(**implementations: str) -> Iterator[None]:
 Selection = tuple[str, frozenset[tuple[str, str]]]
 
 
+def current_platform() -> str:
+    """The platform that programs are traced for now."""
+    return _platform.get() or jax.default_backend()
+
+
 def selection() -> Selection:
     """What decides now which implementations run: a key for programs that were traced under it."""
-    return _platform.get() or jax.default_backend(), frozenset((_choices.get() or {}).items())
+    return current_platform(), frozenset((_choices.get() or {}).items())
 
 
 @functools.cache
@@ -79,7 +84,7 @@ def candidates(op: str, implementation: str | None = None) -> list[ModuleType]:
     name = implementation or (_choices.get() or {}).get(op)
     if name is not None:
         return [_implementation(op, name)]
-    current, _ = selection()
+    current = current_platform()
     return [
         module for module in implementations(op).values() if module.PLATFORMS is None or current in module.PLATFORMS
     ]

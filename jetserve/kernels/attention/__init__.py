@@ -19,7 +19,8 @@ class KVPages:
     """One layer's pages. Heads stand in pairs, key then value (k0 v0 k1 v1 …), as jax's TPU kernel reads them.
 
     Attributes:
-      values: [pages, page_size, 2K, H], float or int8. Page 0 takes the writes of padding and is never read.
+      values: [pages, page_size, 2K, H], float or int8. Page 0 takes the writes of padding. Places that no token of a
+        sequence was written to may hold anything, NaN too, and never change its result.
       scale: float32 [pages, page_size, 2K] for int8 values (value * scale), else None.
     """
 

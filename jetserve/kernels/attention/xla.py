@@ -78,7 +78,7 @@ def _attend(q: jax.Array, pages: KVPages, batch: RaggedBatch, scale: float, slid
         q[rows].reshape(B, block, K, N // K, H).astype(jnp.float32) * scale,
         batch.positions[rows],
         batch.page_table[owner],
-        batch.kv_lengths,
+        batch.kv_lengths[owner],
         pages,
         sliding_window,
     )
@@ -95,7 +95,7 @@ def _attend_blocks(
     pages: KVPages,
     sliding_window: int | None,
 ) -> jax.Array:
-    """q [B, Q, K, R, H] (R query heads a KV head), positions [B, Q], page_table [B, P] -> [B, Q, N, H]."""
+    """q [B, Q, K, R, H], R query heads a KV head; positions [B, Q], page_table [B, P], kv_lengths [B] -> [B, Q, N, H]."""
     B, Q, K, R, H = q.shape
     page_size = pages.values.shape[1]
     chunk_pages = min(max(1, KV_CHUNK // page_size), page_table.shape[1])
@@ -106,11 +106,14 @@ def _attend_blocks(
         highest, total, out = state  # [B, K, R, Q], the same, [B, K, R, Q, H]
         index = jax.lax.dynamic_slice_in_dim(page_table, c * chunk_pages, chunk_pages, axis=1)
         kv = pages.values[index].reshape(B, C, K, 2, H).astype(jnp.float32)
+        kv_positions = c * C + jnp.arange(C)
+        # What lies past the end was left there by another sequence, and may be NaN, which no weight of 0 takes away.
+        present = kv_positions < kv_lengths[:, None]  # [B, C]
+        values = jnp.where(present[:, :, None, None], kv[:, :, :, 1], 0.0)
         scores = jnp.einsum("bqkrh,bckh->bkrqc", q, kv[:, :, :, 0])
         if pages.scale is not None:
             kv_scale = pages.scale[index].reshape(B, C, K, 2).transpose(3, 0, 2, 1)[:, :, :, None, None]
             scores *= kv_scale[0]  # [B, K, 1, 1, C]
-        kv_positions = c * C + jnp.arange(C)
         seen = kv_positions <= positions[..., None]  # [B, Q, C]
         if sliding_window is not None:
             seen &= kv_positions > positions[..., None] - sliding_window
@@ -120,8 +123,8 @@ def _attend_blocks(
         shrink = jnp.exp(highest - new_highest)
         total = total * shrink + jnp.sum(weights, axis=-1)
         if pages.scale is not None:
-            weights *= kv_scale[1]
-        out = out * shrink[..., None] + jnp.einsum("bkrqc,bckh->bkrqh", weights, kv[:, :, :, 1])
+            weights *= jnp.where(present[:, None, None, None], kv_scale[1], 0.0)
+        out = out * shrink[..., None] + jnp.einsum("bkrqc,bckh->bkrqh", weights, values)
         return new_highest, total, out
 
     state = (

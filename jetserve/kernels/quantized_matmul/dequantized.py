@@ -30,4 +30,6 @@ def run(x: jax.Array, w: Weight, *, out_dtype: jnp.dtype | None = None) -> jax.A
     """[..., K] x [K, N] -> [..., N]."""
     if isinstance(w, QArray):
         raise NotImplementedError("the weight is not dequantized")
+    # Blocks of zeros may have been added to w.
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, w.shape[0] - x.shape[-1])])
     return xla.run(x, w, out_dtype=out_dtype)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jetserve.kernels import select
 from jetserve.quantize.qarray import QArray, Weight, quantize_activation
 
 PLATFORMS = None
@@ -37,6 +38,8 @@ def _operands(x: jax.Array, w: QArray) -> tuple[jax.Array, jax.Array | None, jax
     if w.quantize_activation:
         x, x_scale = quantize_activation(x)
         return x, x_scale, w.values.astype(jnp.int8), jnp.dtype(jnp.int32)
+    if w.blockwise and select.current_platform() == "cpu":
+        x = x.astype(jnp.float32)  # XLA's CPU backend has no batched bfloat16 matmul with float32 sums
     return x, None, w.values.astype(x.dtype), jnp.dtype(jnp.float32)
 
 

@@ -1,0 +1,43 @@
+"""Rows of an embedding that is kept as the head's matrix."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetserve.kernels import select
+from jetserve.quantize.qarray import QuantizationConfig, cast_values, dequantize, quantize
+
+IDS = jnp.asarray([0, 9, 9, 3, 1], jnp.int32)
+CONFIGS = {
+    "plain": None,
+    **{
+        f"int{bits}-{block_size}-{symmetric}": QuantizationConfig(bits=bits, block_size=block_size, symmetric=symmetric)
+        for bits in (8, 4)
+        for block_size in (None, 32)
+        for symmetric in (True, False)
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("implementation", list(select.implementations("embedding_lookup")))
+def test_rows_are_the_columns_of_the_matrix(implementation: str, name: str, dtype: type) -> None:
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((64, 10)), jnp.float32)
+    config = CONFIGS[name]
+    if config is not None:
+        w = cast_values(quantize(w, config), config.bits)
+    rows = select.call("embedding_lookup", IDS, w, dtype=dtype, implementation=implementation)
+    assert (rows.shape, rows.dtype) == ((5, 64), dtype)
+    whole = w.astype(dtype) if config is None else dequantize(w, dtype)
+    np.testing.assert_array_equal(rows, np.asarray(whole).T[np.asarray(IDS)])
+
+
+def test_it_takes_what_matmuls_prepared() -> None:
+    """A tied head shares its array with the embedding."""
+    w = quantize(
+        jnp.asarray(np.random.default_rng(0).standard_normal((64, 10)), jnp.float32), CONFIGS["int8-None-True"]
+    )
+    prepared = select.prepare("quantized_matmul", w)
+    rows = select.call("embedding_lookup", IDS, prepared, dtype=jnp.float32)
+    np.testing.assert_allclose(rows, np.asarray(dequantize(w)).T[np.asarray(IDS)], rtol=1e-6)
