@@ -95,7 +95,7 @@ def _attend_blocks(
     pages: KVPages,
     sliding_window: int | None,
 ) -> jax.Array:
-    """q [B, Q, K, R, H], R query heads a KV head; positions [B, Q], page_table [B, P], kv_lengths [B] -> [B, Q, N, H]."""
+    """q [B, Q, K, R, H] (R = N / K), positions [B, Q], page_table [B, P], kv_lengths [B] -> [B, Q, N, H]."""
     B, Q, K, R, H = q.shape
     page_size = pages.values.shape[1]
     chunk_pages = min(max(1, KV_CHUNK // page_size), page_table.shape[1])

@@ -1,0 +1,59 @@
+"""For CPUs: the C++ kernel, which writes the pages in place and walks them with a running softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetserve.kernels import native
+from jetserve.kernels.attention import KVPages, RaggedBatch
+
+PLATFORMS = frozenset({"cpu"})
+PRIORITY = 20
+
+TARGETS = {jnp.dtype(jnp.float32): "f32", jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.int8): "s8"}
+MAX_HEAD_SIZE = 256
+MAX_QUERY_HEADS = 16
+"""That share a KV head."""
+
+
+def run(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> tuple[jax.Array, KVPages]:
+    """See the package."""
+    if native.library() is None:
+        raise NotImplementedError("the kernels for CPUs are not there")
+    if jax.device_count() > 1:
+        raise NotImplementedError("the pages may be spread over several devices")
+    N, H = q.shape[1:]
+    if H % 8 or H > MAX_HEAD_SIZE or N // k.shape[1] > MAX_QUERY_HEADS:
+        raise NotImplementedError(f"heads of size {H}, {N // k.shape[1]} to a KV head")
+    page_scale = jnp.zeros(0, jnp.float32) if pages.scale is None else pages.scale
+    call = jax.ffi.ffi_call(
+        f"jetserve_attention_{TARGETS[pages.values.dtype]}",
+        (
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            jax.ShapeDtypeStruct(pages.values.shape, pages.values.dtype),
+            jax.ShapeDtypeStruct(page_scale.shape, jnp.float32),
+        ),
+        input_output_aliases={3: 1, 4: 2},
+    )
+    floats = [a.astype(jnp.float32) for a in (q, k, v)]
+    out, values, new_scale = call(
+        *floats,
+        pages.values,
+        page_scale,
+        batch.positions,
+        batch.query_starts,
+        batch.kv_lengths,
+        batch.page_table,
+        factor=np.float32(scale),
+        window=sliding_window or 0,
+    )
+    return out.astype(q.dtype), KVPages(values=values, scale=None if pages.scale is None else new_scale)

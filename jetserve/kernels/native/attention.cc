@@ -1,0 +1,268 @@
+// Attention of a ragged batch over a paged KV cache, and the write of the batch's keys and values into it, in place.
+//
+// The pages come in and go out as the same buffer. Work is split over (sequence, KV head, block of query tokens). A task
+// walks the visible positions in chunks and keeps a running softmax (Milakov and Gimelshein 2018) for each of its rows,
+// a row being one query head of one token.
+
+#include <algorithm>
+#include <vector>
+
+#include "common.h"
+
+namespace jetserve {
+namespace {
+
+typedef float Vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t Int8 __attribute__((vector_size(32), aligned(4), may_alias));
+
+constexpr int kChunk = 32;       // KV positions at once
+constexpr int kQueryBlock = 16;  // query tokens a task
+constexpr int kMaxHead = 256;
+constexpr float kNone = -1e30f;
+
+inline Vec8 Load8(const float* p) { return *reinterpret_cast<const Vec8*>(p); }
+inline void Store8(float* p, Vec8 v) { *reinterpret_cast<Vec8*>(p) = v; }
+
+// Sums of eight vectors, as the lanes of one.
+inline Vec8 SumEach(const Vec8* a) {
+#if defined(__AVX2__) && !defined(JETSERVE_PORTABLE)
+  auto m = [&](int i) { return reinterpret_cast<__m256>(a[i]); };
+  __m256 s01 = _mm256_hadd_ps(m(0), m(1)), s23 = _mm256_hadd_ps(m(2), m(3));
+  __m256 s45 = _mm256_hadd_ps(m(4), m(5)), s67 = _mm256_hadd_ps(m(6), m(7));
+  __m256 low = _mm256_hadd_ps(s01, s23), high = _mm256_hadd_ps(s45, s67);
+  return reinterpret_cast<Vec8>(
+      _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)));
+#else
+  Vec8 out;
+  for (int i = 0; i < 8; ++i) out[i] = ((a[i][0] + a[i][4]) + (a[i][1] + a[i][5])) + ((a[i][2] + a[i][6]) + (a[i][3] + a[i][7]));
+  return out;
+#endif
+}
+
+// e to the x for x <= 0, within 2 units in the last place; 0 below -87.
+inline Vec8 Exp(Vec8 x) {
+  Int8 tiny = x < -87.0f;
+  x = tiny ? Vec8{} : x;
+  Vec8 t = x * 1.44269504f - 0.5f;  // x <= 0, so truncation towards zero rounds to nearest
+  Int8 n = __builtin_convertvector(t, Int8);
+  Vec8 f = __builtin_convertvector(n, Vec8);
+  Vec8 r = (x - f * 0.693359375f) + f * 2.12194440e-4f;
+  Vec8 p = Vec8{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Int8 bits = reinterpret_cast<Int8>(p) + (n << 23);
+  p = reinterpret_cast<Vec8>(bits);
+  return tiny ? Vec8{} : p;
+}
+
+struct Batch {
+  const int32_t *positions, *query_starts, *kv_lengths, *page_table;
+  int64_t T, S, P, page_size, N, K, H;
+  float scale;
+  int64_t window;  // 0: none
+
+  int64_t Page(int64_t s, int64_t position) const { return page_table[s * P + position / page_size]; }
+};
+
+template <typename Page>
+struct Pages {
+  Page* values;  // [pages, page_size, 2K, H]
+  float* scale;  // [pages, page_size, 2K], for int8
+
+  int64_t Row(const Batch& b, int64_t s, int64_t position, int64_t head) const {
+    return (b.Page(s, position) * b.page_size + position % b.page_size) * 2 * b.K + head;
+  }
+};
+
+inline void StoreRow(float* to, float*, const float* from, int64_t H) { std::memcpy(to, from, 4 * H); }
+inline void StoreRow(uint16_t* to, float*, const float* from, int64_t H) {
+  for (int64_t i = 0; i < H; ++i) to[i] = ToBf16(from[i]);
+}
+inline void StoreRow(int8_t* to, float* scale, const float* from, int64_t H) {
+  float range = 0;
+  for (int64_t i = 0; i < H; ++i) range = std::max(range, std::fabs(from[i]));
+  float s = range == 0 ? 1.0f : range / 127;
+  for (int64_t i = 0; i < H; ++i) to[i] = static_cast<int8_t>(std::nearbyint(from[i] / s));
+  *scale = s;
+}
+
+inline const float* AsFloats(const float* row, float*, int64_t) { return row; }
+inline const float* AsFloats(const uint16_t* row, float* room, int64_t H) {
+  for (int64_t i = 0; i < H; ++i) room[i] = FromBf16(row[i]);
+  return room;
+}
+inline const float* AsFloats(const int8_t* row, float* room, int64_t H) {
+  for (int64_t i = 0; i < H; ++i) room[i] = row[i];
+  return room;
+}
+
+template <typename Page>
+void Write(const Batch& b, const Pages<Page>& pages, const float* k, const float* v) {
+  for (int64_t s = 0; s < b.S; ++s) {
+    for (int64_t t = b.query_starts[s]; t < b.query_starts[s + 1]; ++t) {
+      for (int64_t head = 0; head < b.K; ++head) {
+        int64_t row = pages.Row(b, s, b.positions[t], 2 * head);
+        const float* from[2] = {k + (t * b.K + head) * b.H, v + (t * b.K + head) * b.H};
+        for (int64_t i = 0; i < 2; ++i) {
+          StoreRow(pages.values + (row + i) * b.H, pages.scale ? pages.scale + row + i : nullptr, from[i], b.H);
+        }
+      }
+    }
+  }
+}
+
+// One task: query tokens [t0, t1) of sequence s, for one KV head and the query heads that share it.
+template <typename Page>
+void Attend(const Batch& b, const Pages<Page>& pages, const float* q, float* out, int64_t s, int64_t head, int64_t t0,
+            int64_t t1) {
+  const int64_t R = b.N / b.K, H = b.H, rows = (t1 - t0) * R;
+  float highest[kQueryBlock * 16], total[kQueryBlock * 16];
+  std::vector<float> room(2 * kChunk * H + rows * H);
+  float* keys = room.data();
+  float* queries = keys + 2 * kChunk * H;  // scaled
+  for (int64_t i = 0; i < rows; ++i) {
+    highest[i] = kNone, total[i] = 0;
+    const float* from = q + ((t0 + i / R) * b.N + head * R + i % R) * H;
+    for (int64_t h = 0; h < H; ++h) queries[i * H + h] = from[h] * b.scale;
+    std::fill_n(out + ((t0 + i / R) * b.N + head * R + i % R) * H, H, 0.0f);
+  }
+  int64_t last = b.positions[t1 - 1], first = b.window ? std::max<int64_t>(0, b.positions[t0] - b.window + 1) : 0;
+  for (int64_t start = first / kChunk * kChunk; start <= last; start += kChunk) {
+    int64_t count = std::min<int64_t>(kChunk, last + 1 - start);
+    const float *k[kChunk], *v[kChunk];
+    float k_scale[kChunk], v_scale[kChunk];
+    for (int64_t j = 0; j < count; ++j) {
+      int64_t row = pages.Row(b, s, start + j, 2 * head);
+      k[j] = AsFloats(pages.values + row * H, keys + j * H, H);
+      v[j] = AsFloats(pages.values + (row + 1) * H, keys + (kChunk + j) * H, H);
+      if (pages.scale) k_scale[j] = pages.scale[row], v_scale[j] = pages.scale[row + 1];
+    }
+    for (int64_t j = count; j < kChunk; ++j) k[j] = k[0], k_scale[j] = v_scale[j] = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      int64_t position = b.positions[t0 + i / R];
+      int64_t seen = std::min(count, position + 1 - start);
+      int64_t skipped = b.window ? std::clamp<int64_t>(position - b.window + 1 - start, 0, kChunk) : 0;
+      if (seen <= skipped) continue;
+      alignas(32) float scores[kChunk];
+      const float* query = queries + i * H;
+      for (int64_t j = 0; j < seen; j += 8) {
+        Vec8 sums[8] = {};
+        for (int64_t h = 0; h < H; h += 8) {
+          Vec8 x = Load8(query + h);
+          for (int l = 0; l < 8; ++l) sums[l] += x * Load8(k[j + l] + h);
+        }
+        Store8(scores + j, SumEach(sums));
+      }
+      if (pages.scale) for (int64_t j = 0; j < seen; ++j) scores[j] *= k_scale[j];
+      for (int64_t j = 0; j < skipped; ++j) scores[j] = kNone;
+      float top = highest[i];
+      for (int64_t j = skipped; j < seen; ++j) top = std::max(top, scores[j]);
+      for (int64_t j = seen; j < kChunk && j % 8; ++j) scores[j] = kNone;
+      Vec8 sum = {};
+      for (int64_t j = 0; j < seen; j += 8) {
+        Vec8 p = Exp(Load8(scores + j) - top);
+        sum += p;
+        Store8(scores + j, p);
+      }
+      float shrink = std::exp(highest[i] - top), weight = 0;
+      for (int l = 0; l < 8; ++l) weight += sum[l];
+      total[i] = total[i] * shrink + weight;
+      highest[i] = top;
+      if (pages.scale) for (int64_t j = skipped; j < seen; ++j) scores[j] *= v_scale[j];
+      float* to = out + ((t0 + i / R) * b.N + head * R + i % R) * H;
+      for (int64_t h = 0; h < H; h += 32) {
+        int64_t width = std::min<int64_t>(4, (H - h) / 8);
+        if (width == 4) {
+          Vec8 a0 = Load8(to + h) * shrink, a1 = Load8(to + h + 8) * shrink, a2 = Load8(to + h + 16) * shrink,
+               a3 = Load8(to + h + 24) * shrink;
+          for (int64_t j = skipped; j < seen; ++j) {
+            float p = scores[j];
+            a0 += Load8(v[j] + h) * p, a1 += Load8(v[j] + h + 8) * p;
+            a2 += Load8(v[j] + h + 16) * p, a3 += Load8(v[j] + h + 24) * p;
+          }
+          Store8(to + h, a0), Store8(to + h + 8, a1), Store8(to + h + 16, a2), Store8(to + h + 24, a3);
+        } else {
+          for (int64_t w = 0; w < width; ++w) {
+            Vec8 a = Load8(to + h + 8 * w) * shrink;
+            for (int64_t j = skipped; j < seen; ++j) a += Load8(v[j] + h + 8 * w) * scores[j];
+            Store8(to + h + 8 * w, a);
+          }
+        }
+      }
+    }
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    float* to = out + ((t0 + i / R) * b.N + head * R + i % R) * H;
+    float inverse = 1 / std::max(total[i], 1e-30f);
+    for (int64_t h = 0; h < H; h += 8) Store8(to + h, Load8(to + h) * inverse);
+  }
+}
+
+template <typename Page>
+void Run(ffi::ThreadPool& pool, const Batch& b, const Pages<Page>& pages, const float* q, const float* k,
+         const float* v, float* out) {
+  Write(b, pages, k, v);
+  struct Task { int32_t s, t0, t1; };
+  std::vector<Task> tasks;
+  for (int32_t s = 0; s < b.S; ++s) {
+    for (int32_t t = b.query_starts[s]; t < b.query_starts[s + 1]; t += kQueryBlock) {
+      tasks.push_back({s, t, std::min<int32_t>(t + kQueryBlock, b.query_starts[s + 1])});
+    }
+  }
+  int64_t used = b.query_starts[b.S];
+  std::fill(out + used * b.N * b.H, out + b.T * b.N * b.H, 0.0f);
+  ParallelFor(pool, tasks.size() * b.K, [&](int64_t i) {
+    const Task& task = tasks[i / b.K];
+    Attend(b, pages, q, out, task.s, i % b.K, task.t0, task.t1);
+  });
+}
+
+template <typename Page, ffi::DataType kType>
+ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+                         ffi::Buffer<kType> values, ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> positions,
+                         ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> kv_lengths,
+                         ffi::Buffer<ffi::S32> page_table, ffi::ResultBuffer<ffi::F32> out,
+                         ffi::ResultBuffer<kType> new_values, ffi::ResultBuffer<ffi::F32> new_scale, float factor,
+                         int64_t window) {
+  if (new_values->untyped_data() != values.untyped_data()) {
+    return ffi::Error::Internal("the KV pages were copied; expected them to be updated in place");
+  }
+  Batch b{positions.typed_data(), query_starts.typed_data(), kv_lengths.typed_data(), page_table.typed_data(),
+          q.dimensions()[0], page_table.dimensions()[0], page_table.dimensions()[1], values.dimensions()[1],
+          q.dimensions()[1], k.dimensions()[1], q.dimensions()[2], factor, window};
+  Pages<Page> pages{reinterpret_cast<Page*>(new_values->untyped_data()),
+                    scale.element_count() ? new_scale->typed_data() : nullptr};
+  Run(pool, b, pages, q.typed_data(), k.typed_data(), v.typed_data(), out->typed_data());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#define JETSERVE_ATTENTION(NAME, PAGE, TYPE)                                     \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(NAME, (AttentionImpl<PAGE, TYPE>),               \
+                                ffi::Ffi::Bind()                                 \
+                                    .Ctx<ffi::ThreadPool>()                      \
+                                    .Arg<ffi::Buffer<ffi::F32>>()                \
+                                    .Arg<ffi::Buffer<ffi::F32>>()                \
+                                    .Arg<ffi::Buffer<ffi::F32>>()                \
+                                    .Arg<ffi::Buffer<TYPE>>()                    \
+                                    .Arg<ffi::Buffer<ffi::F32>>()                \
+                                    .Arg<ffi::Buffer<ffi::S32>>()                \
+                                    .Arg<ffi::Buffer<ffi::S32>>()                \
+                                    .Arg<ffi::Buffer<ffi::S32>>()                \
+                                    .Arg<ffi::Buffer<ffi::S32>>()                \
+                                    .Ret<ffi::Buffer<ffi::F32>>()                \
+                                    .Ret<ffi::Buffer<TYPE>>()                    \
+                                    .Ret<ffi::Buffer<ffi::F32>>()                \
+                                    .Attr<float>("factor")                       \
+                                    .Attr<int64_t>("window"))
+
+JETSERVE_ATTENTION(jetserve_attention_f32, float, ffi::F32);
+JETSERVE_ATTENTION(jetserve_attention_bf16, uint16_t, ffi::BF16);
+JETSERVE_ATTENTION(jetserve_attention_s8, int8_t, ffi::S8);
+
+}  // namespace jetserve
