@@ -158,19 +158,25 @@ def _adjust(logits: jax.Array, row: SamplingBatch) -> jax.Array:
 
 def _choose(logits: jax.Array, row: SamplingBatch) -> jax.Array:
     """[V] -> one token: the argmax at temperature 0, else a draw from what the cut-offs leave."""
+    scaled, kept = cut_off(logits, row)
+    key = jax.random.fold_in(jax.random.wrap_key_data(row.seed, impl="threefry2x32"), row.position)
+    noisy = jnp.where(kept, scaled + jax.random.gumbel(key, logits.shape), -jnp.inf)
+    return jnp.where(row.temperature > 0, jnp.argmax(noisy), jnp.argmax(logits)).astype(jnp.int32)
+
+
+def cut_off(logits: jax.Array, row: SamplingBatch) -> tuple[jax.Array, jax.Array]:
+    """[V] -> log weights [V], the best 0, and which tokens top-k, then top-p, then min-p leave of them."""
     V = logits.shape[0]
-    scaled = logits / jnp.where(row.temperature > 0, row.temperature, 1.0)
-    scaled -= jnp.max(scaled)
+    # The best is taken off first: divided by a small temperature it would overflow.
+    scaled = (logits - jnp.max(logits)) / jnp.where(row.temperature > 0, row.temperature, 1.0)
     order = _ordered_bits(scaled)
     top_k = jnp.where(row.top_k > 0, jnp.minimum(row.top_k, V), V)
     kept = order >= _threshold(order, jnp.ones(V, jnp.float32), top_k.astype(jnp.float32))
     weights = jnp.where(kept, jnp.exp(scaled), 0.0)
     top_p = _threshold(order, weights, row.top_p * jnp.sum(weights))
     kept &= jnp.where(row.top_p < 1, order >= top_p, True)
-    kept &= scaled >= jnp.log(jnp.maximum(row.min_p, 1e-38))  # the best has scaled 0
-    key = jax.random.fold_in(jax.random.wrap_key_data(row.seed, impl="threefry2x32"), row.position)
-    noisy = jnp.where(kept, scaled + jax.random.gumbel(key, (V,)), -jnp.inf)
-    return jnp.where(row.temperature > 0, jnp.argmax(noisy), jnp.argmax(logits)).astype(jnp.int32)
+    kept &= scaled >= jnp.log(jnp.maximum(row.min_p, 1e-38))
+    return scaled, kept
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
