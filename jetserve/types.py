@@ -37,7 +37,8 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # An integer beyond float's range is finite and of no use: comparing is safe where math.isfinite would raise.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
