@@ -5,6 +5,7 @@ spread from there. Knows nothing of flags or of how tokens are generated.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,8 @@ from jetserve.quantize.qarray import INTEGER_RANGE, QArray, cast_values
 from jetserve.quantize.recipe import KEEP, NONE, Recipe
 from jetserve.quantize.report import TensorReport, WeightReport
 from jetserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
 """Wraps the sequence of what is to be done, as `tqdm` does."""
@@ -138,6 +141,7 @@ def load_model(
         )
         reports = _load_other(source, parameters, recipe, mesh, dtype, progress)
         made = recipe.quantize_type
+    _report_replicated(parameters, mesh)
     return LoadedModel(
         model=model,
         config=opened.config,
@@ -146,6 +150,23 @@ def load_model(
         report=WeightReport(tensors=tuple(reports)),
         quantize_type=made,
     )
+
+
+def _report_replicated(parameters: Sequence[Parameter], mesh: Mesh) -> None:
+    """Warns of matrices that every device holds whole, for they take their memory and time on all of them."""
+    if mesh.shape["tensor"] == 1:
+        return
+    arrays = {p.path: jax.tree.leaves(p.variable.get_value())[0] for p in parameters if p.axes is not None}
+    whole = [path for path, array in arrays.items() if array.sharding.is_fully_replicated]
+    if whole:
+        logger.warning(
+            "%d of %d matrices are whole on every device, because their heads or blocks are not a multiple of the %d"
+            " devices: %s",
+            len(whole),
+            len(arrays),
+            mesh.shape["tensor"],
+            some(whole),
+        )
 
 
 def _load_other(

@@ -12,15 +12,25 @@ from jetserve.cache.pages import PageAllocator
 from jetserve.config import EngineConfig
 from jetserve.engine.output import Stream
 from jetserve.engine.runner import Runner
+from jetserve.engine.sampling import MAX_END_TOKENS, NO_TOKEN
 from jetserve.engine.scheduler import Scheduler, Sequence
 from jetserve.tokenizer import Tokenizer
 from jetserve.types import EngineStats, FinishReason, Request, RequestOutput
+
+NOT_FINITE = (
+    "the model's logits are NaN or infinite, so no token can be sampled; its weights may be damaged, or overflow this"
+    " dtype"
+)
 
 
 class Engine:
     """Serves requests of one model."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer) -> None:
+        if len(tokenizer.eos_token_ids) > MAX_END_TOKENS:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer.eos_token_ids)} ends of sequence; expected at most {MAX_END_TOKENS}"
+            )
         self.config: EngineConfig = runner.config
         self.runner = runner
         self.tokenizer = tokenizer
@@ -91,12 +101,16 @@ class Engine:
             return outputs
         rows = {i: self._streams[entry.sequence].row() for i, entry in enumerate(plan.entries) if entry.samples}
         sampled = self.runner.run(plan, rows)
+        for entry, token in zip(plan.entries, sampled, strict=True):
+            if token is not None and token.token_id == NO_TOKEN:
+                self.scheduler.finish(entry.sequence, FinishReason.ERROR)
+                outputs.append(self._end(entry.sequence, NOT_FINITE))
         self.scheduler.update(plan, [None if token is None else token.token_id for token in sampled])
         self._steps += 1
         for entry, token in zip(plan.entries, sampled, strict=True):
-            if token is None:
-                continue
             sequence = entry.sequence
+            if token is None or sequence.finished:
+                continue
             self._output_tokens += 1
             output = self._streams[sequence].push(token, is_full=self.scheduler.is_full(sequence))
             if output.finish_reason is not None:

@@ -20,6 +20,8 @@ MAX_END_TOKENS = 32
 """Ends of sequence that a tokenizer may have, all of which `min_tokens` bans for a while."""
 BIAS_SLOTS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + MAX_END_TOKENS
 GREEDY = SamplingParams(temperature=0.0)
+NO_TOKEN = -1
+"""In place of a token that cannot be sampled, because the logits are not finite numbers."""
 BANNED = -1e30
 """The logit of a token that must not be chosen: finite, so that softmax stays free of NaN."""
 
@@ -120,10 +122,15 @@ def make_batch(rows: Seq[Row], size: int, max_length: int) -> SamplingBatch:
     )
 
 
+def _checked(tokens: jax.Array, logits: jax.Array) -> jax.Array:
+    """int32 [S], with NO_TOKEN where the best logit is not a finite number: any NaN makes the maximum one."""
+    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, NO_TOKEN).astype(jnp.int32)
+
+
 @jax.jit
 def sample_greedy(logits: jax.Array) -> Sampled:
-    """[S, V] -> the argmax of every row."""
-    return Sampled(tokens=jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    """[S, V] -> the argmax of every row, or NO_TOKEN."""
+    return Sampled(tokens=_checked(jnp.argmax(logits, axis=-1), logits))
 
 
 @jax.jit
@@ -132,7 +139,7 @@ def sample(logits: jax.Array, batch: SamplingBatch) -> Sampled:
     logits = logits.astype(jnp.float32)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     adjusted = jax.vmap(_adjust)(logits, batch)
-    tokens = jax.vmap(_choose)(adjusted, batch)
+    tokens = _checked(jax.vmap(_choose)(adjusted, batch), logits)
     top_logprobs, top_ids = jax.lax.top_k(logprobs, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     return Sampled(tokens=tokens, logprob=chosen, top_ids=top_ids, top_logprobs=top_logprobs)

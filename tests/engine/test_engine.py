@@ -482,6 +482,26 @@ def test_a_step_that_fails_ends_every_request_with_its_error(monkeypatch: pytest
 # What is refused
 
 
+@pytest.mark.parametrize("sampling_params", [GREEDY, dataclasses.replace(GREEDY, temperature=1.0, seed=1)])
+def test_logits_that_are_not_numbers_end_their_request_alone(
+    sampling_params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    run_model = engine.runner._run_model
+    monkeypatch.setattr(engine.runner, "_run_model", lambda *args: run_model(*args).at[0].set(jnp.nan))
+    outputs = list(
+        engine.run([Request(request_id=name, prompt_token_ids=(5, 6), sampling=sampling_params) for name in "ab"])
+    )
+    last = {output.request_id: output for output in outputs if output.finished}
+    assert last["a"].finish_reason is FinishReason.ERROR
+    assert "NaN" in last["a"].error
+    assert last["a"].usage.output_tokens == 0
+    # "b" moves up to the first row once "a" is gone, and meets the same end there: it is the row that is broken.
+    assert last["b"].finish_reason is FinishReason.ERROR
+    assert last["b"].usage.output_tokens == 1
+    assert engine.stats().pages_used == 0
+
+
 def test_requests_that_cannot_be_served_are_refused() -> None:
     engine = make_engine()
 
