@@ -93,7 +93,7 @@ def test_greedy_text(engine: Engine, oracle: transformers.PreTrainedModel) -> No
         assert tokens == expected, prompt
 
 
-@pytest.mark.parametrize("quantize_type", ["none", "int8_per_channel", "keep"])
+@pytest.mark.parametrize("quantize_type", ["none", "int8_per_channel", "int4_blockwise", "keep"])
 def test_the_capital_of_france(quantize_type: str, default_gguf: Path) -> None:
     cache_dir = Path(jax.config.jax_compilation_cache_dir).parent
     source = ModelSource(checkpoint_path=str(default_gguf), quantize_type=quantize_type, cache_dir=cache_dir)
