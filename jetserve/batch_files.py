@@ -12,8 +12,11 @@ finish_reason and logprobs; the text and finish_reason beside it are those of th
 """
 
 import dataclasses
+import fcntl
+import hashlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,9 +26,13 @@ from typing import Any
 from jetserve.config import SamplingDefaults
 from jetserve.types import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_MAX_TOKENS = 256
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 FIELDS = ("prompt", "messages", *SAMPLING_FIELDS, "priority")
+JOB_SUFFIX = ".job"
+"""Of the file beside the results that says what they were made with."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -126,7 +133,9 @@ def _checked_prompt(prompt: object) -> str | tuple[int, ...]:
 def _sampling_value(name: str, value: object) -> object:
     """JSON's form of a field in `SamplingParams`' own; its range is checked there."""
     if name == "stop":
-        return (value,) if isinstance(value, str) else tuple(_list(name, value))
+        if not isinstance(value, (str, list)):
+            raise ValueError(f"stop is {_kind(value)}; expected a string or a list of strings")
+        return (value,) if isinstance(value, str) else tuple(value)
     if name == "stop_token_ids":
         return tuple(_list(name, value))
     if name == "logit_bias":
@@ -233,25 +242,79 @@ def _result(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+def check_job(output: Path, job: Mapping[str, Any], results: int) -> None:
+    """Records what makes the results of `output` what they are, in a file beside it, or checks that it is the same.
+
+    Args:
+      output: the results.
+      job: by name, whatever a result depends on; strings, numbers and None.
+      results: how many are there already, which only the same job may go on after.
+
+    Raises:
+      ValueError: naming what differs.
+      OSError: if the record cannot be written.
+    """
+    record = output.with_name(output.name + JOB_SUFFIX)
+    if results and record.exists():
+        try:
+            found = json.loads(record.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{record} is not the record of a batch; {_OTHER_FILE}") from error
+        changed = [name for name in job if not isinstance(found, dict) or found.get(name) != job[name]]
+        if changed:
+            was = ", ".join(f"{name} {_kind(found.get(name) if isinstance(found, dict) else None)}" for name in changed)
+            now = ", ".join(f"{name} {_kind(job[name])}" for name in changed)
+            raise ValueError(
+                f"--output_file {output} holds {results} results of another batch: they were made with {was}; this run"
+                f" has {now}. Name another file, or delete it and {record.name} to start anew"
+            )
+        return
+    if results:
+        logger.warning("%s has no %s beside it: whether its results are of this batch is unknown", output, record.name)
+    draft = record.with_name(record.name + ".new")
+    draft.write_text(json.dumps(job, indent=1), encoding="utf-8")
+    os.replace(draft, record)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_after(prompts: Path, results: int) -> Iterator[PromptLine]:
     """The prompts that have no result yet."""
     return itertools.islice(read_lines(prompts), results, None)
 
 
 class ResultFile:
-    """Results, each whole on disk or not at all: a line that cannot be written is taken back."""
+    """Results, each whole on disk or not at all: a line that cannot be written is taken back.
 
-    def __init__(self, path: Path, size: int) -> None:
-        """Opens a file whose first `size` bytes are whole results; what follows is cut off.
+    Held by one process at a time, from before its results are read until it is closed.
+    """
 
-        Raises OSError if it cannot be written.
+    def __init__(self, path: Path) -> None:
+        """Opens a file, making it if need be, and changes nothing in it.
+
+        Raises OSError if it cannot be written, or another process holds it.
         """
         self._path = path
-        self._size = size
+        self._size = 0
         try:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         except OSError as error:
             raise OSError(f"cannot write to --output_file {path}: {error.strerror}; name another file") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise OSError(
+                f"another run is writing to --output_file {path}; wait for it to end, or name another file"
+            ) from error
+
+    def keep(self, size: int) -> None:
+        """The first `size` bytes are whole results; what follows is cut off, and results go there."""
+        self._size = size
         self._cut()
 
     def _cut(self) -> None:

@@ -14,6 +14,7 @@ from absl import logging as absl_logging
 
 from jetserve import flags
 
+FLAGS = absl_flags.FLAGS
 _DEBUG = absl_flags.DEFINE_bool("debug", False, "Show tracebacks and debug logs.")
 
 
@@ -28,10 +29,13 @@ def _run(description: str, groups: Sequence[Callable[[], None]], command: Callab
         logging.getLogger("jetserve").setLevel(logging.DEBUG if _DEBUG.value else logging.INFO)
         # Orbax logs a page for every part that it writes, through absl's logger.
         absl_logging.set_verbosity(absl_logging.DEBUG if _DEBUG.value else absl_logging.WARNING)
+        # JAX warns of every kind of device that it looks for and does not find, a TPU on a laptop for one.
+        logging.getLogger("jax._src.xla_bridge").setLevel(logging.DEBUG if _DEBUG.value else logging.ERROR)
         try:
             flags.refuse_arguments(argv)
             return command()
         except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
             return 130
         except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
             if _DEBUG.value:
@@ -39,7 +43,13 @@ def _run(description: str, groups: Sequence[Callable[[], None]], command: Callab
             print(f"error: {error}", file=sys.stderr)
             return 1
 
-    app.run(main)
+    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS["debug"])
+    asked_for_help = any(argument in ("--help", "-h", "-help", "--helpfull", "--helpshort") for argument in sys.argv)
+    try:
+        app.run(main)
+    except SystemExit as end:
+        # absl calls it a failure to have been asked for help.
+        raise SystemExit(0 if asked_for_help and end.code == 1 else end.code) from None
 
 
 def convert_command() -> None:

@@ -5,6 +5,7 @@ Owns the order of the work and the report. Peak memory is bounded by the largest
 
 import dataclasses
 import functools
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from jetserve.config import ConvertConfig
 from jetserve.models.base import Parameter
 from jetserve.quantize.recipe import KEEP, NONE, Action, Recipe, Target
 from jetserve.quantize.report import WeightReport
+
+logger = logging.getLogger(__name__)
 
 WORST = 5
 """Tensors of the largest rounding errors that the report names."""
@@ -136,8 +139,12 @@ def convert(
         finished = writer.finished
         left = [parameter for parameter in parameters if parameter.source not in finished]
         writer.check_space(estimate(reader, left, plan))
-        for parameter in progress(left):
-            writer.add(make_weight(reader, parameter, recipe, plan[parameter.path]))
+        try:
+            for parameter in progress(left):
+                writer.add(make_weight(reader, parameter, recipe, plan[parameter.path]))
+        except KeyboardInterrupt:
+            logger.warning("stopped; the same conversion run again goes on after %d tensors", len(writer.finished))
+            raise
         manifest = writer.finish(tokenizer)
     return ConversionReport(
         input=source,

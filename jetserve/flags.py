@@ -42,7 +42,7 @@ def define_quantization() -> None:
         None,
         "True wants a --quantize_type (int8_per_channel unless set); False refuses one.",
     )
-    flags.DEFINE_alias("quantize", "quantize_weights")
+    _define(flags.DEFINE_alias, "quantize", "quantize_weights")
     _define(
         flags.DEFINE_enum,
         "quantize_type",

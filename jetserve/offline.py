@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import tqdm
@@ -44,7 +45,7 @@ def run(config: OfflineConfig, source: ModelSource, engine_config: EngineConfig,
       max_length: tokens that a sequence may have; None takes what the model was made for, up to 2048.
 
     Returns:
-      The exit code: 0, also when single prompts failed; 1 if a batch had to stop; 130 if it was interrupted.
+      The exit code: 0, also when single prompts failed; 1 if all did or a batch had to stop; 130 if interrupted.
 
     Raises:
       ValueError, OSError, RuntimeError: for settings and files that cannot be used, mostly before a model is loaded.
@@ -304,15 +305,17 @@ def generate(
     prompts, output = batch_files.check_paths(config.prompts_file, config.output_file)
     defaults = batch_files.default_sampling(config.sampling)
     total = batch_files.count_prompts(prompts)
-    earlier = batch_files.Earlier(results=0, failed=0, size=0)
-    if output.exists():
-        earlier = batch_files.read_results(output, prompts)
-        logger.info("%s holds %d of %d results; going on after them", output, earlier.results, total)
     code, stopped, totals, seconds = EXIT_DONE, None, Totals(), 0.0
-    with ResultFile(output, earlier.size) as results:
+    with ResultFile(output) as results:
+        earlier = batch_files.read_results(output, prompts)
+        batch_files.check_job(output, _job(prompts, source, engine_config, defaults), earlier.results)
+        results.keep(earlier.size)
+        if earlier.results:
+            logger.info("%s holds %d of %d results; going on after them", output, earlier.results, total)
         if earlier.results < total:
             engine = build_engine(source, engine_config, max_length=max_length, progress=_loading)
             lines = batch_files.read_after(prompts, earlier.results)
+            logger.info("generating; the first steps wait for their programs to be compiled, or read from the cache")
             start = time.perf_counter()
             with _progress(total, earlier.results) as progress:
                 batch = Batch(engine, lines, results, defaults, progress)
@@ -326,10 +329,14 @@ def generate(
     done = earlier.results + totals.results
     if stopped is not None:
         logger.error("%s. %d of %d results are in %s; run the same again to go on", stopped, done, total, output)
+    failed = earlier.failed + totals.failed
+    if failed:
+        logger.warning("%d of %d prompts failed; why is in %s", failed, done, output)
+        code = EXIT_FAILED if failed == done else code
     summary: dict[str, Any] = {
         "task": "generate",
         "requests": done,
-        "failed": earlier.failed + totals.failed,
+        "failed": failed,
         "total": total,
         "resumed": earlier.results,
         "prompt_tokens": totals.prompt_tokens,
@@ -338,6 +345,24 @@ def generate(
         "output_tokens_per_second": totals.output_tokens / seconds if seconds else 0.0,
     }
     return (summary if stopped is None else {**summary, "stopped": stopped}), code
+
+
+def _job(
+    prompts: Path, source: ModelSource, engine_config: EngineConfig, defaults: SamplingParams
+) -> dict[str, str | int | float | None]:
+    """What results depend on: the prompts, the model with its settings, and the sampling defaults."""
+    return {
+        "prompts": batch_files.digest_of(prompts),
+        "checkpoint_path": source.checkpoint_path,
+        "tokenizer_path": source.tokenizer_path,
+        "quantize_type": source.quantize_type,
+        "block_size": source.block_size,
+        "symmetric": source.symmetric,
+        "quantize_activation": source.quantize_activation,
+        "quantize_kv_cache": engine_config.cache.quantize,
+        "dtype": engine_config.dtype,
+        **{name: getattr(defaults, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")},
+    }
 
 
 def _loading(work: Any) -> Any:

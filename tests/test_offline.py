@@ -155,7 +155,7 @@ BAD_LINES: list[tuple[object, str]] = [
     ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "line 1: "),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
     ({"prompt": "a", "n": 0}, "n is 0"),
-    ({"prompt": "a", "stop": 5}, "stop is 5; expected a list"),
+    ({"prompt": "a", "stop": 5}, "stop is 5; expected a string or a list of strings"),
     ({"prompt": "a", "stop": [""]}, "stop is ''"),
     ({"prompt": "a", "stop_token_ids": 5}, "stop_token_ids is 5; expected a list"),
     ({"prompt": "a", "logit_bias": [1]}, "logit_bias is [1]"),
@@ -188,7 +188,7 @@ def test_more_samples_than_may_wait_at_once(tmp_path: Path, capsys: pytest.Captu
     scheduler = engine.scheduler
     before, scheduler.config = scheduler.config, EngineConfig(**{**vars(scheduler.config), "max_queue": 3})
     try:
-        with ResultFile(tmp_path / "r", 0) as results:
+        with ResultFile(tmp_path / "r") as results:
             run_batch(engine, tmp_path / "p", results)
     finally:
         scheduler.config = before
@@ -411,10 +411,42 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(
     assert files.run()["requests"] == 30
 
 
+def test_a_second_run_over_the_same_output_is_refused(files: Files) -> None:
+    files.write(*prompts(3))
+    with ResultFile(files.output) as results:
+        results.write({"index": 0, "text": "mine"})
+        with pytest.raises(OSError, match="another run is writing to"):
+            files.run()
+    assert files.results == [{"index": 0, "text": "mine"}]
+
+
+def test_results_of_another_job_are_not_gone_on_after(files: Files) -> None:
+    files.write(*prompts(2))
+    files.run()
+    before = files.output.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"2 results of another batch.* temperature 0\.0; this run has temperature 0\.5"
+    ):
+        files.run(temperature=0.5)
+    files.write(*prompts(3))
+    with pytest.raises(ValueError, match="2 results of another batch: they were made with prompts"):
+        files.run()
+    assert files.output.read_bytes() == before
+    files.output.unlink()
+    assert files.run()["requests"] == 3
+
+
+def test_a_batch_of_which_every_prompt_failed_is_a_failure(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    files.write("junk", "more junk")
+    assert files.run()["failed"] == 2
+    assert files.code == 1
+    assert "2 of 2 prompts failed" in caplog.text
+
+
 def test_a_full_disk_leaves_whole_results(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with ResultFile(path, 0) as results:
+    with ResultFile(path) as results:
         results.write({"index": 0, "text": "x" * 50})
         before = path.read_bytes()
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
@@ -453,7 +485,7 @@ def test_prompts_are_read_only_as_fast_as_they_are_answered(engine: Engine, tmp_
     lines = [{"prompt": [5], "max_tokens": 60, "ignore_eos": True}] + [{"prompt": [5], "max_tokens": 1}] * count
     (tmp_path / "p").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ahead = 0
-    with ResultFile(tmp_path / "r", 0) as results:
+    with ResultFile(tmp_path / "r") as results:
         written = read = 0
 
         def reading() -> Iterator[batch_files.PromptLine]:

@@ -41,6 +41,8 @@ def format_of(path: Path) -> str:
     found = listing(path) if path.is_dir() else f"a file of {path.stat().st_size} bytes"
     files = [file.name for file in sorted(path.glob("*.gguf"))] if path.is_dir() else []
     hint = f". Give the path of one of its {len(files)} .gguf files" if len(files) > 1 else ""
+    if (path / "config.json").is_file():
+        hint = ". It has a config.json, so its *.safetensors are missing: get them too"
     raise CheckpointError(f"{path} holds no checkpoint that is known: found {found}; expected {_SUPPORTED}{hint}")
 
 

@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import typing
@@ -133,10 +134,11 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartEntry:
-    """One Orbax item, with the number and the sizes of its files, by which a damaged copy is recognized."""
+    """One Orbax item, with the number, size and SHA-256 of its files, by which a damaged copy is recognized."""
 
     files: int
     bytes: int
+    sha256: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,10 +221,25 @@ def part_folder(path: Path, number: int) -> Path:
     return path / WEIGHTS / f"part-{number:05}"
 
 
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    """How many files a part has, and their bytes together."""
+    sizes = [file.stat().st_size for file in _files(folder)]
+    return len(sizes), sum(sizes)
+
+
 def measure(folder: Path) -> PartEntry:
-    """The number and the sizes of the files in a part."""
-    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    return PartEntry(files=len(sizes), bytes=sum(sizes))
+    """A part as it is on disk, read in full."""
+    digest = hashlib.sha256()
+    for path in _files(folder):
+        digest.update(f"{path.relative_to(folder)}\0".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    files, size = _sizes(folder)
+    return PartEntry(files=files, bytes=size, sha256=digest.hexdigest())
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -276,9 +293,10 @@ class NativeCheckpoint:
             folder = part_folder(path, number)
             if not folder.is_dir():
                 raise CheckpointError(f"{folder} is missing; copy the checkpoint again, or {CONVERT_AGAIN}")
-            if (found := measure(folder)) != expected:
+            files, size = _sizes(folder)
+            if (files, size) != (expected.files, expected.bytes):
                 raise CheckpointError(
-                    f"{folder} has {found.files} files of {found.bytes} bytes together; expected {expected.files} of"
+                    f"{folder} has {files} files of {size} bytes together; expected {expected.files} of"
                     f" {expected.bytes}: copy the checkpoint again, or {CONVERT_AGAIN}"
                 )
 
@@ -302,7 +320,11 @@ class NativeCheckpoint:
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_CACHE_BYTES}})
         started: collections.deque[tuple[TensorEntry, dict[str, tensorstore.Future]]] = collections.deque()
         ahead = 0
+        checked: set[int] = set()
         for entry in self.manifest.tensors:
+            if entry.part not in checked:
+                self._check_part(entry.part)
+                checked.add(entry.part)
             started.append((entry, self._start(entry, context)))
             ahead += entry.nbytes
             while ahead > READ_AHEAD:
@@ -310,6 +332,14 @@ class NativeCheckpoint:
                 yield self._finish(*started.popleft())
         while started:
             yield self._finish(*started.popleft())
+
+    def _check_part(self, number: int) -> None:
+        folder = part_folder(self.path, number)
+        if (found := measure(folder)) != self.manifest.parts[number]:
+            raise CheckpointError(
+                f"{folder} is damaged: its files have SHA-256 {found.sha256}; expected"
+                f" {self.manifest.parts[number].sha256}. Copy the checkpoint again, or {CONVERT_AGAIN}"
+            )
 
     def _start(self, entry: TensorEntry, context: tensorstore.Context) -> dict[str, tensorstore.Future]:
         folder = part_folder(self.path, entry.part)

@@ -130,4 +130,14 @@ def make_engine(loaded: LoadedModel, config: EngineConfig, *, max_length: int | 
         raise ValueError(f"--max_cache_length is {max_length}, but the model was made for up to {limit} tokens")
     config = dataclasses.replace(config, max_length=max_length or min(DEFAULT_MAX_LENGTH, limit))
     tokenizer = tokenizer_of(loaded)
-    return Engine(Runner(loaded.model, config, make_mesh(config.mesh)), tokenizer)
+    try:
+        runner = Runner(loaded.model, config, make_mesh(config.mesh))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"the KV cache of {config.num_pages} pages of {config.cache.page_size} tokens does not fit in memory: lower"
+            f" --batch_size ({config.max_sequences}), --max_cache_length ({config.max_length}) or --num_pages, or set"
+            " --quantize_kv_cache"
+        ) from error
+    return Engine(runner, tokenizer)

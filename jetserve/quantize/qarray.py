@@ -42,7 +42,7 @@ class QuantizationConfig:
             if not valid or self.block_size % BLOCK_SIZE_MULTIPLE:
                 raise ValueError(
                     f"block_size is {self.block_size!r}; expected a positive multiple of {BLOCK_SIZE_MULTIPLE}"
-                    f" (such as {DEFAULT_BLOCK_SIZE}), or None for one scale a channel"
+                    f" such as {DEFAULT_BLOCK_SIZE}"
                 )
 
     @classmethod

@@ -151,7 +151,7 @@ def test_parts_missing_or_cut_are_refused_before_reading(copy: Path, converted: 
 def test_damage_of_the_same_size_is_reported(copy: Path, mesh: Mesh) -> None:
     for file in (copy / "weights").rglob("d/*"):
         file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="is damaged: its files have SHA-256"):
         load(copy, mesh)
 
 
