@@ -85,7 +85,7 @@ class JetstreamReader:
 
     def _quantized_linears(self) -> list[str]:
         forms = (_Form.PER_CHANNEL, _Form.BLOCKWISE)
-        return [name for name, stored in self._stored.items() if stored.form in forms]
+        return sorted(name for name, stored in self._stored.items() if stored.form in forms)
 
     def decide_bits(self, quantize_type: str | None) -> None:
         """Settles whether the linear layers are int4 or int8: both stand in int8 containers.

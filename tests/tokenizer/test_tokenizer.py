@@ -82,9 +82,10 @@ def corpus_lines(count: int) -> list[str]:
 
 
 def train_sentencepiece(folder: Path, **options: Any) -> Path:
+    lines = corpus_lines(300)  # first: without them nothing is made
     folder.mkdir(parents=True, exist_ok=True)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(corpus_lines(300)),
+        sentence_iterator=iter(lines),
         model_prefix=str(folder / "tokenizer"),
         vocab_size=700,
         num_threads=1,
