@@ -152,11 +152,12 @@ def test_int8_under_an_int4_name_is_refused(write) -> None:
 
 
 def test_a_single_int8_weight_under_an_int4_name_is_refused_when_it_is_read(write) -> None:
-    values = torch.full((128, 64), 100, dtype=torch.int8)
-    reader = jetstream.open_reader(write(per_channel(4), extra={"output.weight": values}), "int4_per_channel")
+    values = torch.full((64, 64), 100, dtype=torch.int8)
+    extra = {"layers.1.attention.wq.weight": values}
+    reader = jetstream.open_reader(write(per_channel(4), extra=extra), "int4_per_channel")
     reader.read_quantized("model.layers.0.mlp.up_proj.weight")
-    with pytest.raises(CheckpointError, match=r"output.weight holds values from 100 to 100"):
-        reader.read_quantized("lm_head.weight")
+    with pytest.raises(CheckpointError, match=r"layers.1.attention.wq.weight holds values from 100 to 100"):
+        reader.read_quantized("model.layers.1.self_attn.q_proj.weight")
 
 
 def test_the_other_form_is_refused(write) -> None:
