@@ -7,7 +7,7 @@ MARK := $(VENV)/.installed
 MARK_TEST := $(VENV)/.installed-test
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup serve test test-fast lint types bench clean
+.PHONY: setup serve test test-fast lint types bench proto clean
 
 ## setup: a virtual environment with jetserve in it, and the default model
 setup: $(MARK)
@@ -49,5 +49,12 @@ types: $(MARK_TEST)
 bench: setup
 	$(BIN)/python run_offline.py --task=benchmark --batch_size=1 --input_tokens=512 --output_tokens=128
 
+## proto: generate the gRPC code from its .proto, with the oldest generator whose code runs with all that we allow
+proto:
+	$(PYTHON) -m venv $(VENV)-proto
+	$(VENV)-proto/bin/python -m pip install --quiet 'grpcio-tools==1.74.0' 'setuptools<81'
+	$(VENV)-proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
+		jetserve/server/proto/jetstream.proto
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-proto build dist *.egg-info

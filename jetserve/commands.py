@@ -65,14 +65,19 @@ def convert_command() -> None:
 
 
 def serve_command() -> None:
-    """Serves a model."""
+    """Serves a model over gRPC; the HTTP API is not in this version yet."""
 
     def command() -> int:
-        raise NotImplementedError(
-            "the servers are not in this version; run_interactive.py chats and run_offline.py works on files"
-        )
+        source, config, max_length = flags.model_source(), flags.server_config(), flags.max_length()
+        import jax
 
-    _run("Serves a model over gRPC and HTTP.", [flags.define_model, flags.define_batch, flags.define_engine], command)
+        from jetserve.server import serve
+
+        engine_config = flags.engine_config(platform=jax.default_backend())
+        return serve.run(config, source, engine_config, max_length=max_length)
+
+    groups = [flags.define_server, flags.define_model, flags.define_batch, flags.define_engine]
+    _run("Serves a model over gRPC. The HTTP API is not in this version yet.", groups, command)
 
 
 def chat_command() -> None:

@@ -4,6 +4,7 @@ Knows nothing of flags (see `flags.py`), jax or files. Every field states its un
 """
 
 import dataclasses
+import math
 from pathlib import Path
 
 
@@ -142,6 +143,35 @@ class InteractiveConfig:
 
     system: str | None = None
     sampling: SamplingDefaults = SamplingDefaults()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where and how `run_server.py` serves.
+
+    `grpc_port` 0 lets the system choose one. `drain_seconds`: what running requests are given to finish once the
+    server is asked to stop. `warm_up`: compile everything before the first request is taken. `max_message_bytes`: of
+    one request or response. `tls_cert_file` and `tls_key_file`: PEM, both or none. `auth_token_file`: holds the bearer
+    token that clients must send.
+    """
+
+    host: str = "127.0.0.1"
+    grpc_port: int = 9000
+    drain_seconds: float = 30.0
+    warm_up: bool = True
+    max_message_bytes: int = 4 * 2**20
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    auth_token_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.grpc_port < 2**16:
+            raise ValueError(f"grpc_port is {self.grpc_port}; expected 0 to {2**16 - 1}")
+        if not 0 <= self.drain_seconds < math.inf:
+            raise ValueError(f"drain_seconds is {self.drain_seconds}; expected a finite number, 0 or more")
+        _positive("max_message_bytes", self.max_message_bytes)
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file belong together; expected both or none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from jetserve.config import (
     ModelSource,
     OfflineConfig,
     SamplingDefaults,
+    ServerConfig,
 )
 from jetserve.default_model import default_cache_dir
 
@@ -174,6 +175,31 @@ def define_interactive() -> None:
     _define(flags.DEFINE_string, "system", None, "The system message (unset: the chat template's own).")
 
 
+def define_server() -> None:
+    """Where and how run_server.py serves."""
+    _define(flags.DEFINE_string, "host", "127.0.0.1", "Address to listen on. 0.0.0.0 is every one of this machine.")
+    _define(flags.DEFINE_integer, "grpc_port", 9000, "Of gRPC; 0 lets the system choose one.", 0, 65535)
+    _define(
+        flags.DEFINE_integer,
+        "max_queue",
+        1024,
+        "Sequences that wait; requests that would make it more are refused.",
+        lower_bound=1,
+    )
+    _define(
+        flags.DEFINE_float,
+        "drain_seconds",
+        30.0,
+        "What running requests have to finish after SIGTERM; a second one ends them.",
+        lower_bound=0.0,
+    )
+    _define(flags.DEFINE_bool, "warmup", True, "Compile everything before the first request is taken.")
+    _define(flags.DEFINE_integer, "max_message_bytes", 4 * 2**20, "Of one request or response.", lower_bound=1)
+    _define(flags.DEFINE_string, "tls_cert_file", None, "A PEM certificate chain; turns TLS on, with --tls_key_file.")
+    _define(flags.DEFINE_string, "tls_key_file", None, "The PEM key of --tls_cert_file.")
+    _define(flags.DEFINE_string, "auth_token_file", None, "Holds the bearer token that clients must send.")
+
+
 def define_convert() -> None:
     """What convert_checkpoints.py reads and writes."""
     _define(
@@ -229,6 +255,7 @@ def engine_config(*, platform: str) -> EngineConfig:
     return EngineConfig(
         max_sequences=batch_size,
         max_step_tokens=FLAGS.max_step_tokens or max(DEFAULT_STEP_TOKENS, batch_size),
+        max_queue=FLAGS.max_queue if "max_queue" in FLAGS else EngineConfig.max_queue,
         dtype=FLAGS.dtype or ("float32" if platform == "cpu" else "bfloat16"),
         cache=CacheConfig(
             page_size=FLAGS.page_size,
@@ -302,6 +329,20 @@ def offline_config() -> OfflineConfig:
 def interactive_config() -> InteractiveConfig:
     """From `define_interactive` and `define_sampling`."""
     return InteractiveConfig(system=FLAGS.system, sampling=sampling_defaults())
+
+
+def server_config() -> ServerConfig:
+    """From `define_server`."""
+    return ServerConfig(
+        host=FLAGS.host,
+        grpc_port=FLAGS.grpc_port,
+        drain_seconds=FLAGS.drain_seconds,
+        warm_up=FLAGS.warmup,
+        max_message_bytes=FLAGS.max_message_bytes,
+        tls_cert_file=_path(FLAGS.tls_cert_file),
+        tls_key_file=_path(FLAGS.tls_key_file),
+        auth_token_file=_path(FLAGS.auth_token_file),
+    )
 
 
 def convert_config() -> ConvertConfig:

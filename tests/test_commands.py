@@ -49,7 +49,8 @@ def test_every_flag_is_in_the_docs() -> None:
         (["run_offline.py", "--quantize_weights=False", "--quantize_type=int4_blockwise"], ["contradicts"]),
         (["run_interactive.py", "--checkpoint_path=/no/such"], ["/no/such", "does not exist", "hub id"]),
         (["convert_checkpoints.py"], ["--output_checkpoint_dir"]),
-        (["run_server.py"], ["not in this version"]),
+        (["run_server.py", "--tls_cert_file=x"], ["tls_cert_file", "belong together"]),
+        (["run_server.py", "--checkpoint_path=/no/such", "--grpc_port=0"], ["/no/such", "does not exist"]),
     ],
     ids=lambda value: " ".join(value) if "." in value[0] else "",
 )

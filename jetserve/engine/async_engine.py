@@ -11,6 +11,7 @@ nobody; what piles up for it is no more than its own answer.
 
 import asyncio
 import collections
+import concurrent.futures
 import dataclasses
 import enum
 import logging
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 3
 """Steps that fail in a row before the engine is given up."""
 STOP_SECONDS = 10.0
-"""How long `stop` waits for a step that is under way."""
+"""How long `stop` and the end of `drain` wait for a step that is under way."""
 
 
 class DrainingError(RuntimeError):
@@ -86,6 +87,7 @@ class AsyncEngine:
         self._shared = _Shared()
         self._stats = engine.stats()
         self._consumers: dict[str, _Consumer] = {}  # by request id, those in the engine; the worker's own
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failures = 0  # in a row; the worker's own
         self._thread = threading.Thread(target=self._work, name="jetserve-engine", daemon=True)
         self._thread.start()
@@ -160,10 +162,15 @@ class AsyncEngine:
         stats, arrived = self._stats, len(self._shared.inbox)
         return dataclasses.replace(stats, waiting=stats.waiting + arrived)
 
+    async def wait_until_ended(self) -> None:
+        """Returns when the worker has ended: after `stop`, or because the engine has failed for good."""
+        await asyncio.shield(asyncio.wrap_future(self._ended))
+
     async def drain(self, grace_seconds: float) -> None:
         """Refuses new requests, gives those that are there `grace_seconds` to finish, then cancels the rest.
 
-        Returns when none is left, whichever way; the worker then still runs, for `stop` to end.
+        Returns when none is left, whichever way, or when a step has not ended `STOP_SECONDS` after that; the worker
+        still runs, for `stop` to end.
         """
         shared = self._shared
         with shared.condition:
@@ -173,9 +180,9 @@ class AsyncEngine:
             with shared.condition:
                 shared.cancel_all = True
                 shared.condition.notify_all()
-            await asyncio.to_thread(self._wait_until_idle, None)
+            await asyncio.to_thread(self._wait_until_idle, STOP_SECONDS)
 
-    def _wait_until_idle(self, seconds: float | None) -> bool:
+    def _wait_until_idle(self, seconds: float) -> bool:
         """Whether no request is left, or the engine is not live any more, within `seconds`."""
         with self._shared.condition:
             return self._shared.condition.wait_for(lambda: not self._shared.open or not self.is_live, seconds)
@@ -204,6 +211,8 @@ class AsyncEngine:
         except BaseException as error:
             logger.exception("the engine has failed for good")
             self._die(f"the engine has failed for good: {type(error).__name__}: {error}")
+        finally:
+            self._ended.set_result(None)
 
     def _take_commands(self) -> bool:
         """Waits for something to do, then lets requests in and out of the engine; False if it is to stop."""

@@ -1,0 +1,218 @@
+"""The gRPC server: JetStream's protocol, health, reflection, TLS and tokens, and which status ends what.
+
+Owns connections. Knows nothing of models, nor of when to stop: `serve` says that.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jetserve.config import ServerConfig
+from jetserve.engine.async_engine import AsyncEngine, DrainingError
+from jetserve.engine.scheduler import QueueFullError
+from jetserve.server import grpc_messages
+from jetserve.server.proto import jetstream_pb2 as pb
+from jetserve.server.proto import jetstream_pb2_grpc
+from jetserve.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
+RETRY_AFTER_MS = 1000
+"""What a client is told to wait when the queue is full."""
+
+_OPEN_TO_ALL = (f"/{SERVICE}/HealthCheck", "/grpc.health.v1.Health/")
+_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a second server on a port is refused, rather than given half of its clients
+    ("grpc.keepalive_time_ms", 30_000),  # a client that vanished without a word is found out
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+]
+
+
+class _EndedError(Exception):
+    """An answer that ended otherwise than by a STOP or a LENGTH of all its samples."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+
+
+_ENDS = {
+    FinishReason.CANCELLED: (grpc.StatusCode.UNAVAILABLE, "the server stopped before the answer was complete"),
+    FinishReason.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "the answer was not complete in time"),
+    FinishReason.ERROR: (grpc.StatusCode.INTERNAL, "the engine failed"),
+}
+
+
+def _status_of(error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
+    """Code, details and trailing metadata."""
+    if isinstance(error, _EndedError):
+        return error.code, str(error), ()
+    if isinstance(error, QueueFullError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), _retry_hint(str(error))
+    if isinstance(error, ValueError):
+        return grpc.StatusCode.INVALID_ARGUMENT, str(error), ()
+    if isinstance(error, DrainingError):
+        return grpc.StatusCode.UNAVAILABLE, str(error), ()
+    return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}", ()
+
+
+def _retry_hint(details: str) -> tuple[tuple[str, str | bytes], ...]:
+    """As plain metadata, and as google.rpc.RetryInfo in the status that rich clients read."""
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_AFTER_MS // 1000)))
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    status = status_pb2.Status(code=code, message=details, details=[detail])
+    return ("retry-after-ms", str(RETRY_AFTER_MS)), ("grpc-status-details-bin", status.SerializeToString())
+
+
+class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
+    """The service of `proto/jetstream.proto` over one engine."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def Decode(  # noqa: N802
+        self, request: pb.DecodeRequest, context: "grpc.aio.ServicerContext"
+    ) -> None:
+        """Streams an answer. A client that leaves cancels this coroutine, and so its request in the engine."""
+        try:
+            await self._decode(request, context, time.monotonic())
+        except Exception as error:
+            code, details, trailing = _status_of(error)
+            if code is grpc.StatusCode.INTERNAL:
+                logger.error("a request ended with an error", exc_info=error)
+            await context.abort(code, details, trailing)
+
+    async def _decode(self, message: pb.DecodeRequest, context: "grpc.aio.ServicerContext", arrival: float) -> None:
+        request = await asyncio.to_thread(  # a long text takes a while to become tokens
+            grpc_messages.to_request,
+            message,
+            self._engine.engine.tokenizer,
+            request_id=uuid.uuid4().hex,
+            arrival=arrival,
+            seconds_left=context.time_remaining(),
+        )
+        text = grpc_messages.with_text(message)
+        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
+            async for output in outputs:
+                if output.text or output.token_ids or output.finished:
+                    await context.write(grpc_messages.to_response(output, samples=request.sampling.n, text=text))
+                if output.finish_reason in _ENDS:
+                    code, details = _ENDS[output.finish_reason]
+                    raise _EndedError(code, output.error or details)
+
+    async def HealthCheck(  # noqa: N802
+        self, request: pb.HealthCheckRequest, context: "grpc.aio.ServicerContext"
+    ) -> pb.HealthCheckResponse:
+        """Whether requests are served."""
+        return pb.HealthCheckResponse(is_live=self._engine.is_live)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Lets in calls with the right bearer token, and all that ask after the server's health."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+        async def refuse(_request: Any, context: "grpc.aio.ServicerContext") -> None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, 'expected metadata "authorization: Bearer TOKEN" with the right token'
+            )
+
+        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if not handler_call_details.method.startswith(_OPEN_TO_ALL):
+            found = dict(handler_call_details.invocation_metadata).get("authorization", "")
+            found = found if isinstance(found, bytes) else found.encode()
+            if not hmac.compare_digest(found, self._expected):
+                return self._refusal
+        return await continuation(handler_call_details)
+
+
+class GrpcServer:
+    """A server that has its port from the start, so that one in use is known before a model is loaded.
+
+    Made and used on one event loop.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Binds the port.
+
+        Raises:
+          OSError: if a file that the configuration names cannot be read.
+          ValueError: if the file of the token is empty.
+          RuntimeError: if the port cannot be had.
+        """
+        interceptors = []
+        if config.auth_token_file is not None:
+            token = config.auth_token_file.read_text(encoding="utf-8").strip()
+            if not token:
+                raise ValueError(f"{config.auth_token_file} is empty; expected a token")
+            interceptors.append(TokenInterceptor(token))
+        size = config.max_message_bytes
+        limits = [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
+        self._server = grpc.aio.server(interceptors=interceptors, options=[*_OPTIONS, *limits])
+        self._health = health.aio.HealthServicer()
+        self.port = self._bind(config)
+
+    def _bind(self, config: ServerConfig) -> int:
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        address = f"{host}:{config.grpc_port}"
+        credentials = _credentials(config.tls_cert_file, config.tls_key_file)
+        try:
+            if credentials is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"cannot listen on {address} ({error}); expected an address of this machine, a port that no other"
+                " process has (--grpc_port), and a certificate and key that belong together"
+            ) from error
+
+    async def start(self, engine: AsyncEngine) -> None:
+        """Takes calls, for `engine` to answer."""
+        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Orchestrator(engine), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+
+    async def say_not_serving(self) -> None:
+        """Tells who asks the health service to send new requests elsewhere. Calls are still taken."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+    async def stop(self, seconds: float) -> None:
+        """Takes no more calls, gives clients up to `seconds` to read what is ready for them, and drops the rest.
+
+        A second call with less time shortens the first one's.
+        """
+        await self._server.stop(seconds)
+
+
+def _credentials(cert_file: Path | None, key_file: Path | None) -> grpc.ServerCredentials | None:
+    if cert_file is None or key_file is None:
+        return None
+    return grpc.ssl_server_credentials([(key_file.read_bytes(), cert_file.read_bytes())])

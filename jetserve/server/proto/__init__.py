@@ -1,0 +1,1 @@
+"""The gRPC protocol: `jetstream.proto`, and what `make proto` generates from it."""
