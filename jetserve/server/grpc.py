@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -24,7 +25,6 @@ from jetserve.engine.async_engine import AsyncEngine, DrainingError
 from jetserve.engine.scheduler import QueueFullError
 from jetserve.server import grpc_messages
 from jetserve.server.proto import jetstream_pb2 as pb
-from jetserve.server.proto import jetstream_pb2_grpc
 from jetserve.types import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -79,23 +79,40 @@ def _retry_hint(details: str) -> tuple[tuple[str, str | bytes], ...]:
     return ("retry-after-ms", str(RETRY_AFTER_MS)), ("grpc-status-details-bin", status.SerializeToString())
 
 
-class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
-    """The service of `proto/jetstream.proto` over one engine."""
+class Orchestrator:
+    """The service of `proto/jetstream.proto` over one engine.
+
+    It takes requests as bytes: gRPC would answer those that it cannot parse with UNKNOWN, and log each.
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    async def Decode(  # noqa: N802
-        self, request: pb.DecodeRequest, context: "grpc.aio.ServicerContext"
-    ) -> None:
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For `Server.add_generic_rpc_handlers`."""
+        methods = {
+            "Decode": grpc.unary_stream_rpc_method_handler(
+                self.decode, response_serializer=pb.DecodeResponse.SerializeToString
+            ),
+            "HealthCheck": grpc.unary_unary_rpc_method_handler(
+                self.health_check, response_serializer=pb.HealthCheckResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def decode(self, data: bytes, context: "grpc.aio.ServicerContext") -> None:
         """Streams an answer. A client that leaves cancels this coroutine, and so its request in the engine."""
         try:
-            await self._decode(request, context, time.monotonic())
+            await self._decode(_parse(data), context, time.monotonic())
         except Exception as error:
             code, details, trailing = _status_of(error)
             if code is grpc.StatusCode.INTERNAL:
                 logger.error("a request ended with an error", exc_info=error)
             await context.abort(code, details, trailing)
+
+    async def health_check(self, _data: bytes, _context: "grpc.aio.ServicerContext") -> pb.HealthCheckResponse:
+        """Whether requests are served."""
+        return pb.HealthCheckResponse(is_live=self._engine.is_live)
 
     async def _decode(self, message: pb.DecodeRequest, context: "grpc.aio.ServicerContext", arrival: float) -> None:
         request = await asyncio.to_thread(  # a long text takes a while to become tokens
@@ -115,11 +132,12 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
                     code, details = _ENDS[output.finish_reason]
                     raise _EndedError(code, output.error or details)
 
-    async def HealthCheck(  # noqa: N802
-        self, request: pb.HealthCheckRequest, context: "grpc.aio.ServicerContext"
-    ) -> pb.HealthCheckResponse:
-        """Whether requests are served."""
-        return pb.HealthCheckResponse(is_live=self._engine.is_live)
+
+def _parse(data: bytes) -> pb.DecodeRequest:
+    try:
+        return pb.DecodeRequest.FromString(data)
+    except DecodeError as error:
+        raise ValueError(f"{error}; expected a DecodeRequest, with text in UTF-8") from error
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -190,7 +208,7 @@ class GrpcServer:
 
     async def start(self, engine: AsyncEngine) -> None:
         """Takes calls, for `engine` to answer."""
-        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Orchestrator(engine), self._server)
+        self._server.add_generic_rpc_handlers((Orchestrator(engine).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)

@@ -261,6 +261,20 @@ def test_what_can_never_succeed_is_refused_with_the_reason(request_: pb.DecodeRe
     play(scene)
 
 
+def test_bytes_that_are_no_message_are_refused() -> None:
+    async def scene(served: Served) -> None:
+        decode = served.channel.unary_stream("/jetstream_proto.Orchestrator/Decode")
+        invalid_utf8 = text_request("xyz").SerializeToString().replace(b"xyz", b"x\xffz")
+        for data in (b"\xff\xff", invalid_utf8):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await decode(data).read()
+            assert refused.value.code() is Code.INVALID_ARGUMENT
+            assert "expected a DecodeRequest" in (refused.value.details() or "")
+        assert len(tokens_of(await served.decode(text_request()))) == 8
+
+    play(scene)
+
+
 def test_a_full_queue_is_refused_with_a_hint_when_to_retry(gate: Gate) -> None:
     async def scene(served: Served) -> None:
         running = asyncio.create_task(served.decode(text_request()))
