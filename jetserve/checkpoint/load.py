@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind
 from jetserve.checkpoint.detect import open_checkpoint
+from jetserve.checkpoint.files import some
 from jetserve.checkpoint.native import NativeCheckpoint, is_native
-from jetserve.checkpoint.source import check_tensors, make_weight, some
+from jetserve.checkpoint.source import check_tensors, make_weight
 from jetserve.kernels import select
 from jetserve.models import base
 from jetserve.models.base import Parameter, Role
@@ -222,7 +223,7 @@ def check_entries(source: NativeCheckpoint, parameters: Sequence[Parameter]) -> 
         (source.tensors.keys() - shapes.keys(), "has tensors that the model does not"),
     ):
         if names:
-            raise CheckpointError(f"{source.path} {fault}: {some(names)}. Convert it from its source again")
+            raise CheckpointError(f"{source.path} {fault}: {some(names, 10)}. Convert it from its source again")
     for name, entry in source.tensors.items():
         if tuple(entry.shape) != shapes[name]:
             raise CheckpointError(

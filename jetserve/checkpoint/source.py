@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jetserve.checkpoint.base import CheckpointError, CheckpointReader, TensorInfo
+from jetserve.checkpoint.files import some
 from jetserve.models.base import Parameter, Role
 from jetserve.quantize.methods import rtn
 from jetserve.quantize.qarray import QArray, QuantizationConfig
@@ -40,12 +41,6 @@ class HostWeight:
     report: TensorReport
 
 
-def some(names: Iterable[str], limit: int = 10) -> str:
-    """The first names of many, for an error."""
-    names = sorted(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
 def check_tensors(reader: CheckpointReader, parameters: Sequence[Parameter]) -> None:
     """Checks that a source holds exactly a model's weights, in their shapes. Reads none, but for an untied head.
 
@@ -64,7 +59,7 @@ def check_tensors(reader: CheckpointReader, parameters: Sequence[Parameter]) -> 
     if missing:
         hint = "; if its head is its embedding, set tie_word_embeddings in the config" if missing == {HEAD} else ""
         raise CheckpointError(
-            f"{reader.path} lacks {len(missing)} of the model's {len(by_source)} tensors: {some(missing)}{hint}"
+            f"{reader.path} lacks {len(missing)} of the model's {len(by_source)} tensors: {some(missing, 10)}{hint}"
         )
     unknown = {name for name in reader.tensors if name not in by_source and not IGNORED.search(name)}
     if HEAD in unknown:
@@ -73,7 +68,7 @@ def check_tensors(reader: CheckpointReader, parameters: Sequence[Parameter]) -> 
     if unknown:
         raise CheckpointError(
             f"{reader.path} has {len(unknown)} tensors that a model of type {reader.hf_config.get('model_type')!r} does"
-            f" not: {some(unknown)}. Its config.json may be that of another model"
+            f" not: {some(unknown, 10)}. Its config.json may be that of another model"
         )
     for parameter in parameters:
         found, expected = reader.tensors[parameter.source].shape, parameter.shape[::-1]
