@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 RETRY_AFTER_MS = 1000
 """What a client is told to wait when the queue is full."""
+HAND_OVER_SECONDS = 0.3
+"""What calls that have arrived are given to get to this server's code, which tells them that it stops."""
 
 _OPEN_TO_ALL = (f"/{SERVICE}/HealthCheck", "/grpc.health.v1.Health/")
 _OPTIONS = [
@@ -227,6 +229,8 @@ class GrpcServer:
 
         A second call with less time shortens the first one's.
         """
+        # gRPC hands calls over one by one, and answers those that it still has with CANCELLED.
+        await asyncio.sleep(HAND_OVER_SECONDS)
         await self._server.stop(seconds)
 
 

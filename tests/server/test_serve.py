@@ -123,7 +123,8 @@ def test_requests_that_are_cut_off_are_told(checkpoint: Path, stack: contextlib.
         with contextlib.suppress(grpc.RpcError):
             list(call)
         codes.add(call.code())
-    assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+    # gRPC itself answers calls with CANCELLED that a busy server had not been handed, or could not finish writing to.
+    assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
     assert grpc.StatusCode.UNAVAILABLE in codes
     assert process.wait() == 0
     assert "Traceback" not in process.log

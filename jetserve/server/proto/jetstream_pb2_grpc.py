@@ -56,6 +56,7 @@ class OrchestratorServicer(object):
         RESOURCE_EXHAUSTED  too many wait; trailing metadata "retry-after-ms", and google.rpc.RetryInfo in the status
         DEADLINE_EXCEEDED   gRPC's own deadline or timeout_seconds passed; what was ready by then has been sent
         UNAVAILABLE         the server is stopping; another one may answer
+        CANCELLED           the client cancelled, or the server stopped before it had begun or could send all
         INTERNAL            the engine failed
         UNAUTHENTICATED     the server wants a token: metadata "authorization: Bearer TOKEN"
         """
