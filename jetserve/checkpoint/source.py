@@ -5,7 +5,7 @@ Serves both loading and conversion, so that both make the very same weights. Kno
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import ml_dtypes
