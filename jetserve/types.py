@@ -143,7 +143,9 @@ class Request:
     arrival_time: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        _require(bool(self.request_id), "request_id", self.request_id, "a string that is not empty")
+        # It goes into logs and into headers.
+        is_plain = self.request_id.isascii() and self.request_id.isprintable() and 0 < len(self.request_id) <= 128
+        _require(is_plain, "request_id", self.request_id, "1 to 128 printable ASCII characters")
         _require(len(self.prompt_token_ids) > 0, "prompt", "no tokens", "at least one token")
 
 

@@ -48,7 +48,14 @@ def test_a_value_at_its_bounds_is_taken(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"request_id": "", "prompt_token_ids": (1,)}, {"request_id": "a", "prompt_token_ids": ()}]
+    "arguments",
+    [
+        {"request_id": "", "prompt_token_ids": (1,)},
+        {"request_id": "é", "prompt_token_ids": (1,)},
+        {"request_id": "a\n", "prompt_token_ids": (1,)},
+        {"request_id": "a" * 129, "prompt_token_ids": (1,)},
+        {"request_id": "a", "prompt_token_ids": ()},
+    ],
 )
 def test_a_request_has_an_id_and_a_prompt(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):

@@ -16,7 +16,8 @@ import dataclasses
 import enum
 import logging
 import threading
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Callable, Iterable
+from typing import Self
 
 from jetserve.engine.engine import Engine
 from jetserve.engine.scheduler import QueueFullError
@@ -53,13 +54,48 @@ _Item = RequestOutput | Exception | None
 
 
 class _Consumer:
-    """One caller of `generate`. `remaining`, the samples that have not ended, belongs to the worker."""
+    """Who waits for one request. `remaining`, the samples that have not ended, belongs to the worker."""
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.loop = loop
         self.queue: asyncio.Queue[_Item] = asyncio.Queue()
         self.remaining = request.sampling.n
+
+
+class Outputs:
+    """The outputs of all samples of one request, as they come: `async for`, in one task.
+
+    `aclose` ends the request before the next step and frees its pages, to no effect on one that is over. One that is
+    dropped unread runs on to its end, so wrap it in `contextlib.aclosing`.
+    """
+
+    def __init__(self, consumer: _Consumer, leave: Callable[[_Consumer], None]) -> None:
+        self._consumer = consumer
+        self._leave = leave
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Raises DrainingError or EngineDeadError if the engine ends first, and what `Engine.submit` raises."""
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            item = await self._consumer.queue.get()
+        except BaseException:  # the task that reads is cancelled
+            await self.aclose()
+            raise
+        if isinstance(item, RequestOutput):
+            return item
+        await self.aclose()
+        raise item or StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """See the class."""
+        self._is_over = True
+        self._leave(self._consumer)
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,13 +130,10 @@ class AsyncEngine:
 
     # What callers do, on any event loop.
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of all samples of a request, as they come.
+    def generate(self, request: Request) -> Outputs:
+        """Takes a request, to be answered by what is returned. Called on the event loop that reads the answer.
 
-        Closing the iterator, or cancelling the task that reads it, ends the request before the next step and frees its
-        pages. Python closes one that is merely dropped whenever it finds it: wrap it in `contextlib.aclosing`.
-
-        Raises:
+        Raises, here or from what is returned:
           ValueError: for a prompt that cannot fit, token ids outside the vocabulary, or a request id in use.
           QueueFullError: if `EngineConfig.max_queue` others wait.
           DrainingError: if the engine is about to stop, or stopped before the request had begun.
@@ -108,13 +141,7 @@ class AsyncEngine:
         """
         consumer = _Consumer(request, asyncio.get_running_loop())
         self._enter(consumer)
-        try:
-            while (item := await consumer.queue.get()) is not _End:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            self._leave(consumer)
+        return Outputs(consumer, self._leave)
 
     def _enter(self, consumer: _Consumer) -> None:
         shared, limit = self._shared, self.engine.config.max_queue

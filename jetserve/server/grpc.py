@@ -30,6 +30,8 @@ from jetserve.types import FinishReason
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
+REQUEST_ID_KEY = "x-request-id"
+"""Initial metadata of a call; a client that has received it knows that the engine has taken the request."""
 RETRY_AFTER_MS = 1000
 """What a client is told to wait when the queue is full."""
 HAND_OVER_SECONDS = 0.3
@@ -127,6 +129,7 @@ class Orchestrator:
         )
         text = grpc_messages.with_text(message)
         async with contextlib.aclosing(self._engine.generate(request)) as outputs:
+            await context.send_initial_metadata(((REQUEST_ID_KEY, request.request_id),))
             async for output in outputs:
                 if output.text or output.token_ids or output.finished:
                     await context.write(grpc_messages.to_response(output, samples=request.sampling.n, text=text))

@@ -284,14 +284,14 @@ def test_a_reader_that_never_reads_stalls_nobody(fake: FakeEngine) -> None:
 
 def test_callers_whose_event_loop_died_are_cancelled(fake: FakeEngine) -> None:
     async def scene(engine: AsyncEngine) -> None:
+        async def begin() -> None:
+            await anext(engine.generate(request_of("lost", max_tokens=10**6)))
+
         loop = asyncio.new_event_loop()
-        lost = engine.generate(request_of("lost", max_tokens=10**6))
-        await asyncio.to_thread(loop.run_until_complete, anext(lost))
+        await asyncio.to_thread(loop.run_until_complete, begin())
         loop.close()
         await until(lambda: not fake.live)
         assert len(await answer(engine, request_of("next"))) == 3
-        with contextlib.suppress(RuntimeError):
-            await lost.aclose()
 
     play(fake, scene)
 

@@ -94,6 +94,7 @@ def test_sigterm_lets_running_requests_finish(checkpoint: Path, stack: contextli
     process = start(stack, checkpoint)
     stub = process.stub(stack)
     calls = [stub.Decode(text_request(max_tokens=300)) for _ in range(3)]
+    assert all(call.initial_metadata() for call in calls)  # the engine has taken them
     responses = [[next(calls[0])], [], []]
     process.process.send_signal(signal.SIGTERM)
     process.wait_for("draining")
