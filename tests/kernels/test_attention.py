@@ -1,13 +1,14 @@
 """Attention over pages against a plain loop over sequences, heads and positions."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetserve.kernels import select
+from jetserve.kernels import native, select
 from jetserve.kernels.attention import KVPages, RaggedBatch
 
 IMPLEMENTATIONS = list(select.implementations("attention"))
@@ -27,6 +28,8 @@ class Case:
     padding: int = 0
     empty: int = 0
     sliding_window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
     int8: bool = False
     dtype: str = "float32"
 
@@ -35,8 +38,18 @@ class Case:
         heads = f"{self.heads}/{self.kv_heads}x{self.head_size}"
         sequences = ",".join(f"{old}+{new}" for old, new in self.sequences)
         extra = [f"window{self.sliding_window}"] if self.sliding_window else []
-        extra += [name for name in ("padding", "empty", "int8") if getattr(self, name)]
+        extra += [f"cap{self.soft_cap}"] if self.soft_cap else []
+        extra += [name for name in ("padding", "empty", "alibi", "int8") if getattr(self, name)]
         return "-".join([sequences, heads, f"p{self.page_size}", self.dtype, *extra])
+
+    @property
+    def slopes(self) -> np.ndarray | None:
+        """float32 [N], as BLOOM has them for a power of two heads."""
+        return (
+            np.float32(2.0) ** -(8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)
+            if self.alibi
+            else None
+        )
 
 
 CASES = [
@@ -60,6 +73,15 @@ CASES = [
     Case(sequences=((13, 1), (40, 1), (0, 1), (7, 1)), empty=4, padding=4, int8=True),
     Case(sequences=((30, 1), (5, 1), (0, 23), (16, 9)), padding=27, int8=True),
     Case(sequences=((300, 1), (290, 20)), sliding_window=20, page_size=16, int8=True),
+    Case(sequences=((21, 1), (0, 40)), heads=32, kv_heads=1, head_size=24),
+    Case(sequences=((21, 1), (0, 17)), heads=4, kv_heads=2, head_size=12),
+    Case(sequences=((21, 1), (0, 17)), heads=2, kv_heads=1, head_size=264),
+    Case(sequences=((40, 1), (0, 30), (11, 12)), alibi=True, empty=1),
+    Case(sequences=((300, 1), (5, 9)), alibi=True, heads=8, kv_heads=8, page_size=16),
+    Case(sequences=((40, 1), (0, 30), (11, 12)), soft_cap=2.0, padding=3),
+    Case(sequences=((300, 1), (5, 9)), soft_cap=0.5, page_size=16, int8=True),
+    Case(sequences=((300, 1), (290, 20)), soft_cap=30.0, alibi=True, sliding_window=20, page_size=16),
+    Case(sequences=((40, 1), (0, 30)), soft_cap=3.0, alibi=True, int8=True),
     Case(sequences=((30, 1), (0, 23)), dtype="bfloat16"),
     Case(sequences=((30, 1), (0, 23)), dtype="bfloat16", int8=True),
 ]
@@ -133,11 +155,16 @@ class Problem:
             values=values,
         )
 
-    def run(self, name: str, case: Case) -> tuple[np.ndarray, KVPages]:
-        scale, window = case.head_size**-0.5, case.sliding_window
+    def run(self, name: str | None, case: Case) -> tuple[np.ndarray, KVPages]:
+        rules = {
+            "scale": case.head_size**-0.5,
+            "sliding_window": case.sliding_window,
+            "soft_cap": case.soft_cap,
+            "alibi_slopes": None if case.slopes is None else jnp.asarray(case.slopes),
+        }
 
         def call(*args: object) -> tuple[jax.Array, KVPages]:
-            return select.call("attention", *args, scale=scale, sliding_window=window, implementation=name)
+            return select.call("attention", *args, **rules, implementation=name)
 
         try:
             out, pages = jax.jit(call)(self.q, self.k, self.v, self.pages, self.batch)
@@ -158,6 +185,10 @@ class Problem:
                 first = 0 if case.sliding_window is None else max(0, position + 1 - case.sliding_window)
                 seen = slice(first, position + 1)
                 scores = np.einsum("nh,cnh->nc", q[start + i], key[seen]) * case.head_size**-0.5
+                if case.soft_cap is not None:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+                if case.slopes is not None:
+                    scores += case.slopes[:, None].astype(np.float64) * (np.arange(first, position + 1) - position)
                 weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
                 weights /= weights.sum(axis=-1, keepdims=True)
                 rows.append(np.einsum("nc,cnh->nh", weights, value[seen]))
@@ -165,11 +196,17 @@ class Problem:
         return np.stack(rows)
 
 
+@functools.cache
+def solved(case: Case, name: str) -> tuple[Problem, np.ndarray, KVPages]:
+    """A problem and its result, which two tests look at."""
+    problem = Problem.make(case)
+    return problem, *problem.run(name, case)
+
+
 @every_implementation
 @every_case
 def test_attention(case: Case, name: str) -> None:
-    problem = Problem.make(case)
-    found, _ = problem.run(name, case)
+    problem, found, _ = solved(case, name)
     expected = problem.expected(case)
     assert np.isfinite(found).all()
     tolerance = 0.03 if case.int8 or case.dtype == "bfloat16" else 1e-5
@@ -180,8 +217,7 @@ def test_attention(case: Case, name: str) -> None:
 @every_case
 def test_what_is_written(case: Case, name: str) -> None:
     """This batch's keys and values at their places, and every other place as it was, page 0 excepted."""
-    problem = Problem.make(case)
-    _, pages = problem.run(name, case)
+    problem, _, pages = solved(case, name)
     found, scale = np.asarray(pages.values, np.float64), pages.scale
     before = np.asarray(problem.pages.values, np.float64)
     table = np.asarray(problem.batch.page_table)
@@ -266,3 +302,27 @@ def test_sharp_scores_do_not_overflow(name: str, size: float) -> None:
     problem.q *= size
     found, _ = problem.run(name, case)
     np.testing.assert_allclose(found, problem.expected(case), atol=2e-3)
+
+
+def test_a_head_size_that_the_kernel_refuses_runs_elsewhere() -> None:
+    case = Case(sequences=((21, 1), (0, 17)), head_size=12)
+    problem = Problem.make(case)
+    found, _ = problem.run(None, case)
+    np.testing.assert_allclose(found, problem.expected(case), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "index", "value"),
+    [("page_table", (0, 1), 10**6), ("page_table", (0, 0), -1), ("query_starts", 2, 50), ("positions", 0, 10**6)],
+)
+def test_the_kernel_refuses_a_batch_that_points_elsewhere(field: str, index: int | tuple, value: int) -> None:
+    """Before it writes: the numbers come from the host, and a wrong one must not reach another's memory."""
+    if native.library() is None:
+        pytest.skip("there is no C++ compiler")
+    case = Case(sequences=((9, 1), (0, 10)))
+    problem = Problem.make(case)
+    wrong = np.array(getattr(problem.batch, field))
+    wrong[index] = value
+    problem.batch = dataclasses.replace(problem.batch, **{field: jnp.asarray(wrong)})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="points outside"):
+        problem.run("cpu", case)

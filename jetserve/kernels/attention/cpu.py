@@ -11,9 +11,8 @@ PLATFORMS = frozenset({"cpu"})
 PRIORITY = 20
 
 TARGETS = {jnp.dtype(jnp.float32): "f32", jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.int8): "s8"}
-MAX_HEAD_SIZE = 256
-MAX_QUERY_HEADS = 16
-"""That share a KV head."""
+HEAD_SIZE_STEP = 8
+"""Heads are read in vectors of this many floats."""
 
 
 def run(
@@ -25,15 +24,17 @@ def run(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """See the package."""
     if native.library() is None:
         raise NotImplementedError("the kernels for CPUs are not there")
     if jax.device_count() > 1:
         raise NotImplementedError("the pages may be spread over several devices")
-    N, H = q.shape[1:]
-    if H % 8 or H > MAX_HEAD_SIZE or N // k.shape[1] > MAX_QUERY_HEADS:
-        raise NotImplementedError(f"heads of size {H}, {N // k.shape[1]} to a KV head")
+    if q.shape[-1] % HEAD_SIZE_STEP:
+        raise NotImplementedError(f"head size {q.shape[-1]} is not a multiple of {HEAD_SIZE_STEP}")
+    slopes = jnp.zeros(0, jnp.float32) if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
     page_scale = jnp.zeros(0, jnp.float32) if pages.scale is None else pages.scale
     call = jax.ffi.ffi_call(
         f"jetserve_attention_{TARGETS[pages.values.dtype]}",
@@ -51,9 +52,10 @@ def run(
         page_scale,
         batch.positions,
         batch.query_starts,
-        batch.kv_lengths,
         batch.page_table,
+        slopes,
         factor=np.float32(scale),
+        cap=np.float32(soft_cap or 0),
         window=sliding_window or 0,
     )
     return out.astype(q.dtype), KVPages(values=values, scale=None if pages.scale is None else new_scale)

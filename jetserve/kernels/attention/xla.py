@@ -30,10 +30,12 @@ def run(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, KVPages]:
-    """See the package. `scale` multiplies the scores; a query sees the `sliding_window` last positions, itself too."""
+    """See the package."""
     pages = write(k, v, pages, batch)
-    return _attend(q, pages, batch, scale, sliding_window), pages
+    return _attend(q, pages, batch, scale, sliding_window, soft_cap, alibi_slopes), pages
 
 
 def write(k: jax.Array, v: jax.Array, pages: KVPages, batch: RaggedBatch) -> KVPages:
@@ -60,7 +62,15 @@ def _sequence_of(index: jax.Array, starts: jax.Array) -> jax.Array:
     return jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
 
 
-def _attend(q: jax.Array, pages: KVPages, batch: RaggedBatch, scale: float, sliding_window: int | None) -> jax.Array:
+def _attend(
+    q: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    alibi_slopes: jax.Array | None,
+) -> jax.Array:
     T, N, H = q.shape
     S = batch.page_table.shape[0]
     K = pages.values.shape[2] // 2
@@ -81,6 +91,8 @@ def _attend(q: jax.Array, pages: KVPages, batch: RaggedBatch, scale: float, slid
         batch.kv_lengths[owner],
         pages,
         sliding_window,
+        soft_cap,
+        None if alibi_slopes is None else alibi_slopes.reshape(K, N // K),
     )
     sequence = jnp.minimum(_sequence_of(jnp.arange(T), starts), S - 1)
     within = jnp.arange(T) - starts[sequence]
@@ -94,8 +106,12 @@ def _attend_blocks(
     kv_lengths: jax.Array,
     pages: KVPages,
     sliding_window: int | None,
+    soft_cap: float | None,
+    slopes: jax.Array | None,
 ) -> jax.Array:
-    """q [B, Q, K, R, H] (R = N / K), positions [B, Q], page_table [B, P], kv_lengths [B] -> [B, Q, N, H]."""
+    """q [B, Q, K, R, H] (R = N / K), positions [B, Q], page_table [B, P], kv_lengths [B], slopes [K, R]
+    -> [B, Q, N, H].
+    """
     B, Q, K, R, H = q.shape
     page_size = pages.values.shape[1]
     chunk_pages = min(max(1, KV_CHUNK // page_size), page_table.shape[1])
@@ -114,6 +130,11 @@ def _attend_blocks(
         if pages.scale is not None:
             kv_scale = pages.scale[index].reshape(B, C, K, 2).transpose(3, 0, 2, 1)[:, :, :, None, None]
             scores *= kv_scale[0]  # [B, K, 1, 1, C]
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        if slopes is not None:
+            distance = kv_positions - positions[..., None]  # [B, Q, C], 0 or less where seen
+            scores += slopes[:, :, None, None] * distance[:, None, None]
         seen = kv_positions <= positions[..., None]  # [B, Q, C]
         if sliding_window is not None:
             seen &= kv_positions > positions[..., None] - sliding_window

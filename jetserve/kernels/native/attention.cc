@@ -17,7 +17,6 @@ typedef int32_t Int8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 constexpr int kChunk = 32;       // KV positions at once
 constexpr int kQueryBlock = 16;  // query tokens a task
-constexpr int kMaxHead = 256;
 constexpr float kNone = -1e30f;
 
 inline Vec8 Load8(const float* p) { return *reinterpret_cast<const Vec8*>(p); }
@@ -60,12 +59,31 @@ inline Vec8 Exp(Vec8 x) {
 }
 
 struct Batch {
-  const int32_t *positions, *query_starts, *kv_lengths, *page_table;
+  const int32_t *positions, *query_starts, *page_table;
   int64_t T, S, P, page_size, N, K, H;
-  float scale;
-  int64_t window;  // 0: none
+  float scale, cap;     // cap 0: none
+  int64_t window;       // 0: none
+  const float* slopes;  // [N], or null
 
   int64_t Page(int64_t s, int64_t position) const { return page_table[s * P + position / page_size]; }
+  int64_t QueryHeads() const { return N / K; }  // that share a KV head
+
+  // Whether all that the numbers point to is there: tokens in the batch, positions in the table, pages in the cache.
+  bool IsValid(int64_t pages) const {
+    if (query_starts[0] != 0 || query_starts[S] > T) return false;
+    for (int64_t s = 0; s < S; ++s) {
+      int64_t last = -1;
+      if (query_starts[s + 1] < query_starts[s]) return false;
+      for (int64_t t = query_starts[s]; t < query_starts[s + 1]; ++t) {
+        if (positions[t] < 0 || positions[t] >= P * page_size) return false;
+        last = std::max<int64_t>(last, positions[t]);
+      }
+      for (int64_t p = 0; p * page_size <= last; ++p) {
+        if (page_table[s * P + p] < 0 || page_table[s * P + p] >= pages) return false;
+      }
+    }
+    return true;
+  }
 };
 
 template <typename Page>
@@ -115,90 +133,131 @@ void Write(const Batch& b, const Pages<Page>& pages, const float* k, const float
   }
 }
 
+// KV positions [start, start + count) of one head, as floats. Rows past the end repeat the first.
+struct Chunk {
+  int64_t start, count;
+  const float *k[kChunk], *v[kChunk];
+  float k_scale[kChunk], v_scale[kChunk];
+};
+
+template <typename Page>
+void Load(const Batch& b, const Pages<Page>& pages, int64_t s, int64_t head, float* room, Chunk& c) {
+  for (int64_t j = 0; j < c.count; ++j) {
+    int64_t row = pages.Row(b, s, c.start + j, 2 * head);
+    c.k[j] = AsFloats(pages.values + row * b.H, room + j * b.H, b.H);
+    c.v[j] = AsFloats(pages.values + (row + 1) * b.H, room + (kChunk + j) * b.H, b.H);
+    if (pages.scale) c.k_scale[j] = pages.scale[row], c.v_scale[j] = pages.scale[row + 1];
+  }
+  for (int64_t j = c.count; j < kChunk; ++j) c.k[j] = c.k[0], c.k_scale[j] = c.v_scale[j] = 0;
+}
+
+// c * tanh(x / c), for c > 0.
+inline Vec8 SoftCap(Vec8 x, float c) {
+  Vec8 y = x * (1 / c);
+  Vec8 e = Exp((y < 0.0f ? y : -y) * 2.0f);
+  Vec8 t = (1.0f - e) / (1.0f + e) * c;
+  return y < 0.0f ? -t : t;
+}
+
+// scores[j] of the first `seen` positions of the chunk, and up to 7 more that mean nothing.
+inline void Score(const Batch& b, const Chunk& c, bool scaled, const float* query, int64_t seen, int64_t position,
+                  float slope, float* scores) {
+  for (int64_t j = 0; j < seen; j += 8) {
+    Vec8 sums[8] = {};
+    for (int64_t h = 0; h < b.H; h += 8) {
+      Vec8 x = Load8(query + h);
+      for (int l = 0; l < 8; ++l) sums[l] += x * Load8(c.k[j + l] + h);
+    }
+    Vec8 score = SumEach(sums);
+    if (scaled) score *= Load8(c.k_scale + j);
+    if (b.cap != 0) score = SoftCap(score, b.cap);
+    if (slope != 0) {
+      const float distance = static_cast<float>(c.start + j - position);
+      score += (Vec8{0, 1, 2, 3, 4, 5, 6, 7} + distance) * slope;
+    }
+    Store8(scores + j, score);
+  }
+}
+
+// to [H] = to * shrink + the sum of p[j] * v[j] for j in [first, last).
+inline void Mix(float* to, float shrink, const float* p, const float* const* v, int64_t first, int64_t last,
+                int64_t H) {
+  int64_t h = 0;
+  for (; h + 32 <= H; h += 32) {
+    Vec8 a0 = Load8(to + h) * shrink, a1 = Load8(to + h + 8) * shrink, a2 = Load8(to + h + 16) * shrink,
+         a3 = Load8(to + h + 24) * shrink;
+    for (int64_t j = first; j < last; ++j) {
+      a0 += Load8(v[j] + h) * p[j], a1 += Load8(v[j] + h + 8) * p[j];
+      a2 += Load8(v[j] + h + 16) * p[j], a3 += Load8(v[j] + h + 24) * p[j];
+    }
+    Store8(to + h, a0), Store8(to + h + 8, a1), Store8(to + h + 16, a2), Store8(to + h + 24, a3);
+  }
+  for (; h < H; h += 8) {
+    Vec8 a = Load8(to + h) * shrink;
+    for (int64_t j = first; j < last; ++j) a += Load8(v[j] + h) * p[j];
+    Store8(to + h, a);
+  }
+}
+
+// One query head of one token, and what it has seen of the cache: out is the sum of values times e^(score - highest).
+struct Query {
+  const float* scaled;
+  float* out;
+  int64_t position;
+  float slope, highest, total;
+
+  void See(const Batch& b, const Chunk& c, bool scaled_pages) {
+    const int64_t seen = std::min(c.count, position + 1 - c.start);
+    const int64_t skipped = b.window ? std::clamp<int64_t>(position - b.window + 1 - c.start, 0, kChunk) : 0;
+    if (seen <= skipped) return;
+    alignas(32) float scores[kChunk];
+    Score(b, c, scaled_pages, scaled, seen, position, slope, scores);
+    for (int64_t j = 0; j < skipped; ++j) scores[j] = kNone;
+    float top = highest;
+    for (int64_t j = skipped; j < seen; ++j) top = std::max(top, scores[j]);
+    for (int64_t j = seen; j < kChunk && j % 8; ++j) scores[j] = kNone;
+    Vec8 sum = {};
+    for (int64_t j = 0; j < seen; j += 8) {
+      Vec8 p = Exp(Load8(scores + j) - top);
+      sum += p;
+      Store8(scores + j, p);
+    }
+    const float shrink = std::exp(highest - top);
+    float weight = 0;
+    for (int l = 0; l < 8; ++l) weight += sum[l];
+    total = total * shrink + weight;
+    highest = top;
+    if (scaled_pages) for (int64_t j = skipped; j < seen; ++j) scores[j] *= c.v_scale[j];
+    Mix(out, shrink, scores, c.v, skipped, seen, b.H);
+  }
+};
+
 // One task: query tokens [t0, t1) of sequence s, for one KV head and the query heads that share it.
 template <typename Page>
 void Attend(const Batch& b, const Pages<Page>& pages, const float* q, float* out, int64_t s, int64_t head, int64_t t0,
             int64_t t1) {
-  const int64_t R = b.N / b.K, H = b.H, rows = (t1 - t0) * R;
-  float highest[kQueryBlock * 16], total[kQueryBlock * 16];
+  const int64_t R = b.QueryHeads(), H = b.H, rows = (t1 - t0) * R;
   std::vector<float> room(2 * kChunk * H + rows * H);
-  float* keys = room.data();
-  float* queries = keys + 2 * kChunk * H;  // scaled
-  for (int64_t i = 0; i < rows; ++i) {
-    highest[i] = kNone, total[i] = 0;
-    const float* from = q + ((t0 + i / R) * b.N + head * R + i % R) * H;
-    for (int64_t h = 0; h < H; ++h) queries[i * H + h] = from[h] * b.scale;
-    std::fill_n(out + ((t0 + i / R) * b.N + head * R + i % R) * H, H, 0.0f);
+  float* scaled = room.data() + 2 * kChunk * H;
+  std::vector<Query> queries(rows);
+  for (int64_t i = 0; i < rows; ++i, scaled += H) {
+    const int64_t t = t0 + i / R, n = head * R + i % R;
+    const float* from = q + (t * b.N + n) * H;
+    for (int64_t h = 0; h < H; ++h) scaled[h] = from[h] * b.scale;
+    queries[i] = {scaled, out + (t * b.N + n) * H, b.positions[t], b.slopes ? b.slopes[n] : 0, kNone, 0};
+    std::fill_n(queries[i].out, H, 0.0f);
   }
-  int64_t last = b.positions[t1 - 1], first = b.window ? std::max<int64_t>(0, b.positions[t0] - b.window + 1) : 0;
+  const int64_t last = b.positions[t1 - 1];
+  const int64_t first = b.window ? std::max<int64_t>(0, b.positions[t0] - b.window + 1) : 0;
   for (int64_t start = first / kChunk * kChunk; start <= last; start += kChunk) {
-    int64_t count = std::min<int64_t>(kChunk, last + 1 - start);
-    const float *k[kChunk], *v[kChunk];
-    float k_scale[kChunk], v_scale[kChunk];
-    for (int64_t j = 0; j < count; ++j) {
-      int64_t row = pages.Row(b, s, start + j, 2 * head);
-      k[j] = AsFloats(pages.values + row * H, keys + j * H, H);
-      v[j] = AsFloats(pages.values + (row + 1) * H, keys + (kChunk + j) * H, H);
-      if (pages.scale) k_scale[j] = pages.scale[row], v_scale[j] = pages.scale[row + 1];
-    }
-    for (int64_t j = count; j < kChunk; ++j) k[j] = k[0], k_scale[j] = v_scale[j] = 0;
-    for (int64_t i = 0; i < rows; ++i) {
-      int64_t position = b.positions[t0 + i / R];
-      int64_t seen = std::min(count, position + 1 - start);
-      int64_t skipped = b.window ? std::clamp<int64_t>(position - b.window + 1 - start, 0, kChunk) : 0;
-      if (seen <= skipped) continue;
-      alignas(32) float scores[kChunk];
-      const float* query = queries + i * H;
-      for (int64_t j = 0; j < seen; j += 8) {
-        Vec8 sums[8] = {};
-        for (int64_t h = 0; h < H; h += 8) {
-          Vec8 x = Load8(query + h);
-          for (int l = 0; l < 8; ++l) sums[l] += x * Load8(k[j + l] + h);
-        }
-        Store8(scores + j, SumEach(sums));
-      }
-      if (pages.scale) for (int64_t j = 0; j < seen; ++j) scores[j] *= k_scale[j];
-      for (int64_t j = 0; j < skipped; ++j) scores[j] = kNone;
-      float top = highest[i];
-      for (int64_t j = skipped; j < seen; ++j) top = std::max(top, scores[j]);
-      for (int64_t j = seen; j < kChunk && j % 8; ++j) scores[j] = kNone;
-      Vec8 sum = {};
-      for (int64_t j = 0; j < seen; j += 8) {
-        Vec8 p = Exp(Load8(scores + j) - top);
-        sum += p;
-        Store8(scores + j, p);
-      }
-      float shrink = std::exp(highest[i] - top), weight = 0;
-      for (int l = 0; l < 8; ++l) weight += sum[l];
-      total[i] = total[i] * shrink + weight;
-      highest[i] = top;
-      if (pages.scale) for (int64_t j = skipped; j < seen; ++j) scores[j] *= v_scale[j];
-      float* to = out + ((t0 + i / R) * b.N + head * R + i % R) * H;
-      for (int64_t h = 0; h < H; h += 32) {
-        int64_t width = std::min<int64_t>(4, (H - h) / 8);
-        if (width == 4) {
-          Vec8 a0 = Load8(to + h) * shrink, a1 = Load8(to + h + 8) * shrink, a2 = Load8(to + h + 16) * shrink,
-               a3 = Load8(to + h + 24) * shrink;
-          for (int64_t j = skipped; j < seen; ++j) {
-            float p = scores[j];
-            a0 += Load8(v[j] + h) * p, a1 += Load8(v[j] + h + 8) * p;
-            a2 += Load8(v[j] + h + 16) * p, a3 += Load8(v[j] + h + 24) * p;
-          }
-          Store8(to + h, a0), Store8(to + h + 8, a1), Store8(to + h + 16, a2), Store8(to + h + 24, a3);
-        } else {
-          for (int64_t w = 0; w < width; ++w) {
-            Vec8 a = Load8(to + h + 8 * w) * shrink;
-            for (int64_t j = skipped; j < seen; ++j) a += Load8(v[j] + h + 8 * w) * scores[j];
-            Store8(to + h + 8 * w, a);
-          }
-        }
-      }
-    }
+    Chunk c;
+    c.start = start, c.count = std::min<int64_t>(kChunk, last + 1 - start);
+    Load(b, pages, s, head, room.data(), c);
+    for (Query& query : queries) query.See(b, c, pages.scale != nullptr);
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    float* to = out + ((t0 + i / R) * b.N + head * R + i % R) * H;
-    float inverse = 1 / std::max(total[i], 1e-30f);
-    for (int64_t h = 0; h < H; h += 8) Store8(to + h, Load8(to + h) * inverse);
+  for (const Query& query : queries) {
+    const float inverse = 1 / std::max(query.total, 1e-30f);
+    for (int64_t h = 0; h < H; h += 8) Store8(query.out + h, Load8(query.out + h) * inverse);
   }
 }
 
@@ -224,16 +283,24 @@ void Run(ffi::ThreadPool& pool, const Batch& b, const Pages<Page>& pages, const 
 template <typename Page, ffi::DataType kType>
 ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
                          ffi::Buffer<kType> values, ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> positions,
-                         ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> kv_lengths,
-                         ffi::Buffer<ffi::S32> page_table, ffi::ResultBuffer<ffi::F32> out,
-                         ffi::ResultBuffer<kType> new_values, ffi::ResultBuffer<ffi::F32> new_scale, float factor,
-                         int64_t window) {
+                         ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> page_table,
+                         ffi::Buffer<ffi::F32> slopes,
+                         ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<kType> new_values,
+                         ffi::ResultBuffer<ffi::F32> new_scale, float factor, float cap, int64_t window) {
   if (new_values->untyped_data() != values.untyped_data()) {
     return ffi::Error::Internal("the KV pages were copied; expected them to be updated in place");
   }
-  Batch b{positions.typed_data(), query_starts.typed_data(), kv_lengths.typed_data(), page_table.typed_data(),
-          q.dimensions()[0], page_table.dimensions()[0], page_table.dimensions()[1], values.dimensions()[1],
-          q.dimensions()[1], k.dimensions()[1], q.dimensions()[2], factor, window};
+  const Batch b{
+      positions.typed_data(), query_starts.typed_data(), page_table.typed_data(),
+      q.dimensions()[0], page_table.dimensions()[0], page_table.dimensions()[1], values.dimensions()[1],
+      q.dimensions()[1], k.dimensions()[1], q.dimensions()[2], factor, cap, window,
+      slopes.element_count() ? slopes.typed_data() : nullptr};
+  if (b.H % 8 || b.K == 0 || b.N % b.K || (b.slopes && static_cast<int64_t>(slopes.element_count()) != b.N)) {
+    return ffi::Error::InvalidArgument("found heads that the kernel does not take");
+  }
+  if (!b.IsValid(values.dimensions()[0])) {
+    return ffi::Error::InvalidArgument("found a batch that points outside of its own tokens or the KV pages");
+  }
   Pages<Page> pages{reinterpret_cast<Page*>(new_values->untyped_data()),
                     scale.element_count() ? new_scale->typed_data() : nullptr};
   Run(pool, b, pages, q.typed_data(), k.typed_data(), v.typed_data(), out->typed_data());
@@ -254,11 +321,12 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buf
                                     .Arg<ffi::Buffer<ffi::S32>>()                \
                                     .Arg<ffi::Buffer<ffi::S32>>()                \
                                     .Arg<ffi::Buffer<ffi::S32>>()                \
-                                    .Arg<ffi::Buffer<ffi::S32>>()                \
+                                    .Arg<ffi::Buffer<ffi::F32>>()                \
                                     .Ret<ffi::Buffer<ffi::F32>>()                \
                                     .Ret<ffi::Buffer<TYPE>>()                    \
                                     .Ret<ffi::Buffer<ffi::F32>>()                \
                                     .Attr<float>("factor")                       \
+                                    .Attr<float>("cap")                          \
                                     .Attr<int64_t>("window"))
 
 JETSERVE_ATTENTION(jetserve_attention_f32, float, ffi::F32);
