@@ -3,7 +3,8 @@
 Owns both formats, and how an interrupted batch goes on. Knows nothing of engines, models or tokenizers.
 
 A prompt is `{"prompt": text or token ids}` or `{"messages": [...]}`, with any field of `SamplingParams` and "priority"
-(lower runs first). A field that is null is as if it were not there. Lines that are blank are skipped.
+(lower runs first). Its guide is one of `"json_object": true`, `"json_schema": {...}`, `"regex": text` and `"grammar":
+text`. A field that is null is as if it were not there. Lines that are blank are skipped.
 
 A result is `{"index", "text", "finish_reason", "usage"}` or `{"index", "error"}`. `index` is the number of the prompt's
 line in its file, from 0, blank lines counted; results stand in that order. With logprobs asked for there is "logprobs":
@@ -24,13 +25,13 @@ from types import TracebackType
 from typing import Any
 
 from jetserve.config import SamplingDefaults
-from jetserve.types import SamplingParams
+from jetserve.types import Guide, GuideKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256
-SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-FIELDS = ("prompt", "messages", *SAMPLING_FIELDS, "priority")
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "guide")
+FIELDS = ("prompt", "messages", *SAMPLING_FIELDS, *(kind.value for kind in GuideKind), "priority")
 JOB_SUFFIX = ".job"
 """Of the file beside the results that says what they were made with."""
 _BOM = b"\xef\xbb\xbf"
@@ -109,6 +110,7 @@ def _parse(data: bytes, defaults: SamplingParams) -> Prompt:
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise ValueError(f"priority is {_kind(priority)}; expected an integer, lower runs first")
     changes: dict[str, Any] = {name: _sampling_value(name, fields[name]) for name in SAMPLING_FIELDS if name in fields}
+    changes["guide"] = _guide(fields)
     return Prompt(
         prompt=None if prompt is None else _checked_prompt(prompt),
         messages=None if messages is None else _list("messages", messages),
@@ -146,6 +148,34 @@ def _sampling_value(name: str, value: object) -> object:
                 raise ValueError(f"logit_bias has the key {key!r}; expected token ids of 0 or more")
         return {int(key): bias for key, bias in value.items()}
     return value
+
+
+_GUIDES = {
+    GuideKind.JSON_OBJECT: "true or false",
+    GuideKind.JSON_SCHEMA: "an object, the schema",
+    GuideKind.REGEX: "a string",
+    GuideKind.GRAMMAR: "a string",
+}
+
+
+def _guide(fields: Mapping[str, Any]) -> Guide | None:
+    """What one of the fields that are named like the kinds of guides asks for."""
+    kinds = [kind for kind in _GUIDES if kind.value in fields]
+    if fields.get(GuideKind.JSON_OBJECT.value) is False:
+        kinds.remove(GuideKind.JSON_OBJECT)
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise ValueError(f"found {' and '.join(kind.value for kind in kinds)}; expected one of them at most")
+    match kinds[0], fields[kinds[0].value]:
+        case GuideKind.JSON_OBJECT as kind, True:
+            return Guide(kind=kind)
+        case GuideKind.JSON_SCHEMA as kind, dict() as schema:
+            return Guide(kind=kind, source=json.dumps(schema))
+        case (GuideKind.REGEX | GuideKind.GRAMMAR) as kind, str() as source:
+            return Guide(kind=kind, source=source)
+        case kind, value:
+            raise ValueError(f"{kind.value} is {_kind(value)}; expected {_GUIDES[kind]}")
 
 
 def _list(name: str, value: object) -> list[Any]:

@@ -15,6 +15,8 @@ MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_SAMPLES = 128
+MAX_GUIDE_CHARACTERS = 65_536
+"""Of a guide's source. The time to compile a schema grows with the square of its size, to seconds at this one."""
 
 
 class FinishReason(enum.Enum):
@@ -25,6 +27,15 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+
+
+class GuideKind(enum.Enum):
+    """What an answer may be made to match. The values are the names of the fields that carry them."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
 
 
 def _require(ok: bool, field: str, found: object, expected: str) -> None:
@@ -42,11 +53,41 @@ def _is_finite(value: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Guide:
+    """A form that the whole answer must have.
+
+    `source`: a JSON schema as text, a regular expression in Rust's syntax, or a grammar in llguidance's kind of Lark;
+    for `JSON_OBJECT` nothing.
+    """
+
+    kind: GuideKind
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        is_free = self.kind is GuideKind.JSON_OBJECT
+        _require(
+            isinstance(self.source, str) and is_free == (self.source == ""),
+            self.kind.value,
+            self.source,
+            "no source" if is_free else "a text that is not empty",
+        )
+        _require(
+            len(self.source) <= MAX_GUIDE_CHARACTERS,
+            self.kind.value,
+            f"{len(self.source)} characters",
+            f"at most {MAX_GUIDE_CHARACTERS}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Order of application: penalties and bias, temperature, top-k, top-p, min-p.
+    """How one request is sampled. Order of application: penalties and bias, guide, temperature, top-k, top-p, min-p.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `logprobs` is the number of alternatives
     reported a token (0: only the chosen one; None: none at all). `seed` None draws one from the operating system.
+
+    An answer with a `guide` ends where its form does, whatever `min_tokens` and `ignore_eos` say: those only keep it
+    from ending where it may go on. It is cut by `max_tokens`, and by `stop` and `stop_token_ids`, like any other.
     """
 
     max_tokens: int = 256
@@ -64,6 +105,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    guide: Guide | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -124,6 +166,7 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _require(integer(token) and token >= 0, "stop_token_ids", token, "token ids of 0 or more")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        _require(self.guide is None or isinstance(self.guide, Guide), "guide", self.guide, "a Guide or None")
         _require(integer(self.n) and 1 <= self.n <= MAX_SAMPLES, "n", self.n, f"an integer from 1 to {MAX_SAMPLES}")
 
 

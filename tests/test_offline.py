@@ -1,6 +1,7 @@
 """Batches over files: the contract's lines and keys, one bad line among good ones, stops and resumes."""
 
 import json
+import re
 import resource
 import signal
 import time
@@ -162,6 +163,13 @@ BAD_LINES: list[tuple[object, str]] = [
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
     ({"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias[7] is 101"),
     ({"prompt": "a", "priority": "high"}, 'priority is "high"'),
+    ({"prompt": "a", "json_object": 1}, "json_object is 1; expected true or false"),
+    ({"prompt": "a", "json_schema": "{}"}, 'json_schema is "{}"; expected an object'),
+    ({"prompt": "a", "json_schema": {"type": "colour"}}, "Invalid type: colour"),
+    ({"prompt": "a", "regex": False}, "regex is false; expected a string"),
+    ({"prompt": "a", "regex": "("}, "unclosed group"),
+    ({"prompt": "a", "regex": "a", "grammar": "start: A"}, "found regex and grammar; expected one of them"),
+    ({"prompt": "a", "guide": "a"}, "unknown field 'guide'"),
     ({"messages": "Hello"}, "messages is"),
     ({"messages": [{"content": "no role"}]}, "role"),
     ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
@@ -180,6 +188,22 @@ def test_a_bad_line_gets_an_error_that_says_what_is_wrong(files: Files, line: ob
     assert message in files.results[0]["error"]
     assert files.results[0]["error"].startswith("line 1: ")
     assert "text" in files.results[1]
+
+
+def test_guided_lines(files: Files) -> None:
+    settings = {"prompt": "a", "temperature": 1.5, "max_tokens": 60}
+    files.write(
+        {**settings, "json_schema": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2}},
+        {**settings, "regex": "[a-c]{5}"},
+        {**settings, "grammar": 'start: "x" | "y"+', "json_object": False},
+        {**settings, "json_object": True, "max_tokens": 1},
+    )
+    files.run()
+    texts = [result["text"] for result in files.results]
+    assert set(json.loads(texts[0])) <= {1, 2}
+    assert re.fullmatch("[a-c]{5}", texts[1])
+    assert re.fullmatch("x|y+", texts[2])
+    assert texts[3] == "{"
 
 
 def test_more_samples_than_may_wait_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: Engine) -> None:

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from jetserve.types import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from jetserve.types import (
+    MAX_GUIDE_CHARACTERS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Guide,
+    GuideKind,
+    Request,
+    SamplingParams,
+)
 
 BAD = {
     "max_tokens": [0, -1, 1.5, True, None, "1", math.nan],
@@ -23,6 +32,7 @@ BAD = {
     "stop": ["text", [""], ("",), (1,), ("a",) * (MAX_STOP_STRINGS + 1)],
     "stop_token_ids": [(-1,), ("1",), (1,) * (MAX_STOP_TOKEN_IDS + 1)],
     "ignore_eos": [1, None],
+    "guide": ["[a-z]", {"kind": "regex"}],
     "n": [0, 129, True, 1.0],
 }
 GOOD = {
@@ -32,6 +42,7 @@ GOOD = {
     "seed": [None, 0, -1, 2**64 - 1],
     "logit_bias": [{0: -100, 5: 100}],
     "logprobs": [None, 0, 20],
+    "guide": [None, Guide(kind=GuideKind.JSON_OBJECT), Guide(kind=GuideKind.REGEX, source="a" * MAX_GUIDE_CHARACTERS)],
     "n": [1, 128],
 }
 
@@ -45,6 +56,20 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: Any) -> None:
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in GOOD.items() for value in values])
 def test_a_value_at_its_bounds_is_taken(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GuideKind.REGEX, ""),
+        (GuideKind.JSON_SCHEMA, {}),
+        (GuideKind.JSON_OBJECT, "{}"),
+        (GuideKind.GRAMMAR, "a" * (MAX_GUIDE_CHARACTERS + 1)),
+    ],
+)
+def test_a_guide_has_what_its_kind_asks_for(kind: GuideKind, source: Any) -> None:
+    with pytest.raises(ValueError, match=kind.value):
+        Guide(kind=kind, source=source)
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,13 @@ from collections.abc import Iterable, Iterator
 
 from jetserve.cache.pages import PageAllocator
 from jetserve.config import EngineConfig
+from jetserve.engine.guided import Guides, Matcher
 from jetserve.engine.output import Stream
 from jetserve.engine.runner import Runner
 from jetserve.engine.sampling import MAX_END_TOKENS, NO_TOKEN
 from jetserve.engine.scheduler import Scheduler, Sequence
 from jetserve.tokenizer import Tokenizer
-from jetserve.types import EngineStats, FinishReason, Request, RequestOutput
-
-NOT_FINITE = (
-    "the model's logits are NaN or infinite, so no token can be sampled; its weights may be damaged, or overflow this"
-    " dtype"
-)
+from jetserve.types import EngineStats, FinishReason, Request, RequestOutput, SamplingParams
 
 
 class Engine:
@@ -37,15 +33,26 @@ class Engine:
         cache = self.config.cache
         self.allocator = PageAllocator(self.config.num_pages, cache.page_size, cache.prefix_caching)
         self.scheduler = Scheduler(self.config, self.allocator)
+        self.guides = Guides(tokenizer, runner.vocab_size)
         self._streams: dict[Sequence, Stream] = {}
         self._steps = self._prompt_tokens = self._output_tokens = 0
         self._finished: collections.Counter[FinishReason] = collections.Counter()
+
+    def prepare(self, request: Request) -> None:
+        """Does ahead of `submit`, in any thread, what may take it long: compiling a guide.
+
+        Raises:
+          ValueError: for a guide that cannot be used.
+        """
+        if request.sampling.guide is not None:
+            self.guides.prepare(request.sampling.guide)
 
     def submit(self, request: Request) -> None:
         """Queues a request; its outputs come from `step`.
 
         Raises:
-          ValueError: for a prompt that cannot fit, token ids outside the vocabulary, or a request id in use.
+          ValueError: for a prompt that cannot fit, token ids outside the vocabulary, a guide that cannot be used, or a
+            request id in use.
           QueueFullError: if too many wait; the request may succeed later.
         """
         params = request.sampling
@@ -70,10 +77,13 @@ class Engine:
             )
             for index in range(params.n)
         ]
-        streams = {sequence: Stream(sequence, self.tokenizer) for sequence in sequences}
+        streams = {sequence: Stream(sequence, self.tokenizer, self._matcher(params)) for sequence in sequences}
         self.scheduler.add_all(sequences)
         self._streams.update(streams)
         self._prompt_tokens += len(request.prompt_token_ids)
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        return None if params.guide is None else Matcher(self.guides, params.guide)
 
     def cancel(self, request_id: str) -> list[RequestOutput]:
         """Ends every sample of a request and frees its pages; nothing for a request that is unknown or over."""
@@ -104,7 +114,7 @@ class Engine:
         for entry, token in zip(plan.entries, sampled, strict=True):
             if token is not None and token.token_id == NO_TOKEN:
                 self.scheduler.finish(entry.sequence, FinishReason.ERROR)
-                outputs.append(self._end(entry.sequence, NOT_FINITE))
+                outputs.append(self._end(entry.sequence, self._streams[entry.sequence].why_no_token))
         self.scheduler.update(plan, [None if token is None else token.token_id for token in sampled])
         self._steps += 1
         for entry, token in zip(plan.entries, sampled, strict=True):

@@ -3,27 +3,41 @@
 Owns the rules by which a sequence stops. Knows nothing of scheduling or devices.
 """
 
+from jetserve.engine.guided import Matcher
 from jetserve.engine.runner import SampledToken
 from jetserve.engine.sampling import Row, resolve_seed
 from jetserve.engine.scheduler import Sequence
 from jetserve.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 from jetserve.types import FinishReason, RequestOutput, TokenLogprobs, Usage
 
+NOT_FINITE = (
+    "the model's logits are NaN or infinite, so no token can be sampled; its weights may be damaged, or overflow this"
+    " dtype"
+)
+
 
 class Stream:
     """The growing answer of one sequence.
 
-    A token that ends it (end of sequence, a stop token) is reported among the token ids and adds no text.
+    A token that ends it (end of sequence, a stop token) is reported among the token ids and adds no text. With a
+    `matcher` it ends as soon as nothing more may come.
     """
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, matcher: Matcher | None) -> None:
         self.sequence = sequence
         self._seed = resolve_seed(sequence.sampling, sequence.index)
+        self._matcher = matcher
+        ends = frozenset(tokenizer.eos_token_ids)
+        ignores_ends = sequence.sampling.ignore_eos
         self._stop_ids = frozenset(sequence.sampling.stop_token_ids)
-        if not sequence.sampling.ignore_eos:
-            self._stop_ids |= set(tokenizer.eos_token_ids)
+        if not ignores_ends or matcher is not None:
+            self._stop_ids |= ends
+        # After an end of sequence a guide has nothing to go on with, so ignoring it means that it must not come.
+        self._unwanted = ends if ignores_ends and matcher is not None else frozenset()
         self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=sequence.prompt_token_ids)
+        if matcher is not None:  # half a character at the end of the prompt is no part of what has a form
+            self._detokenizer.flush()
         self._stops = StopStrings(sequence.sampling.stop)
 
     def row(self) -> Row:
@@ -35,26 +49,36 @@ class Stream:
             seed=self._seed,
             tokens=sequence.tokens,
             prompt_length=len(sequence.prompt_token_ids),
-            banned=tuple(self._stop_ids) if early else (),
+            banned=tuple(self._stop_ids if early else self._unwanted),
+            matcher=self._matcher,
         )
+
+    @property
+    def why_no_token(self) -> str:
+        """What to say when the sampler found no token."""
+        return NOT_FINITE if self._matcher is None or self._matcher.error is None else self._matcher.error
 
     def push(self, sampled: SampledToken, *, is_full: bool) -> RequestOutput:
         """Takes the token that was just appended to the sequence. `is_full`: nothing more fits after it."""
-        sequence, params = self.sequence, self.sequence.sampling
-        text, reason = "", None
-        if sampled.token_id in self._stop_ids:
+        sequence, params, matcher = self.sequence, self.sequence.sampling, self._matcher
+        is_end = sampled.token_id in self._stop_ids
+        if matcher is not None and not is_end:
+            matcher.advance(sampled.token_id)
+            if matcher.error is not None:
+                return self.end(FinishReason.ERROR, matcher.error)
+        text, matched, reason = "", None, None
+        if is_end:
             reason = FinishReason.STOP
         else:
-            text, matched = self._text_of(sampled.token_id), None
+            text = self._text_of(sampled.token_id)
             if sequence.num_output_tokens >= params.min_tokens:  # a stop string before that is text like any other
                 text, matched = self._stops.push(text)
-            if matched is not None:
+            if matched is not None or (matcher is not None and matcher.is_complete):
                 reason = FinishReason.STOP
             elif is_full or sequence.num_output_tokens >= params.max_tokens:
                 reason = FinishReason.LENGTH
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        matched_stop = reason is FinishReason.STOP and sampled.token_id not in self._stop_ids
-        if reason is not None and not matched_stop:
+        if reason is not None and matched is None:
             text += self._rest()
         return self._output(reason, text, (sampled.token_id,), logprobs)
 

@@ -138,7 +138,7 @@ class Runner:
         # Entries that do not sample get an idle row, so that row i of the logits is entry i.
         idle = Row(params=sampling.GREEDY, seed=0, tokens=(), prompt_length=0)
         every_row = [rows.get(i, idle) for i in range(len(plan.entries))]
-        batch = sampling.make_batch(every_row, logits.shape[0], self.config.max_length)
+        batch = sampling.make_batch(every_row, logits.shape[0], self.config.max_length, self.vocab_size)
         sampled = jax.device_get(sampling.sample(logits, batch))
         return [_token_of(sampled, i, rows[i]) if i in rows else None for i in range(len(plan.entries))]
 
@@ -164,7 +164,8 @@ class Runner:
             logits = self._run_model(self._empty_batch(T, S, max_query_length))
             if max_query_length == 1:  # the samplers depend on S alone, and every S is a decode size
                 jax.block_until_ready(sampling.sample_greedy(logits))
-                jax.block_until_ready(sampling.sample(logits, sampling.make_batch([], S, self.config.max_length)))
+                batch = sampling.make_batch([], S, self.config.max_length, self.vocab_size)
+                jax.block_until_ready(sampling.sample(logits, batch))
             logits.block_until_ready()
         progress(len(programs), len(programs))
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetserve.engine import guided
+from jetserve.engine.guided import Matcher
 from jetserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
 
 MAX_END_TOKENS = 32
@@ -21,7 +23,7 @@ MAX_END_TOKENS = 32
 BIAS_SLOTS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + MAX_END_TOKENS
 GREEDY = SamplingParams(temperature=0.0)
 NO_TOKEN = -1
-"""In place of a token that cannot be sampled, because the logits are not finite numbers."""
+"""In place of a token that cannot be sampled: the logits are not finite numbers, or the guide allows none."""
 BANNED = -1e30
 """The logit of a token that must not be chosen: finite, so that softmax stays free of NaN."""
 
@@ -33,7 +35,8 @@ class SamplingBatch:
 
     `seed` uint32 [S, 2]; `position` int32 [S], tokens before the one sampled; `history` int32 [S, L], prompt and
     output padded with -1; `prompt_length` int32 [S]; `bias_ids` int32 [S, BIAS_SLOTS] padded with -1, `bias` float32 of
-    its shape; the rest float32 or int32 [S], named as in `SamplingParams`.
+    its shape; `allowed` uint32 [S, ceil(V / 32)], token t by bit t % 32 of word t // 32; the rest float32 or int32 [S],
+    named as in `SamplingParams`.
     """
 
     temperature: jax.Array
@@ -49,6 +52,7 @@ class SamplingBatch:
     prompt_length: jax.Array
     bias_ids: jax.Array
     bias: jax.Array
+    allowed: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -64,20 +68,24 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """What the sampler needs of one sequence; `tokens` are all so far, `banned` those that may not come now."""
+    """What the sampler needs of one sequence.
+
+    `tokens` are all so far. `banned` may not come now, unless the `matcher` allows nothing else.
+    """
 
     params: SamplingParams
     seed: int
     tokens: Seq[int]
     prompt_length: int
     banned: Seq[int] = ()
+    matcher: Matcher | None = None
 
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the argmax of the raw logits is all that is asked for."""
         p = self.params
         changed = p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty or p.logit_bias or self.banned
-        return p.temperature == 0 and p.logprobs is None and not changed
+        return p.temperature == 0 and p.logprobs is None and not changed and self.matcher is None
 
 
 def resolve_seed(params: SamplingParams, index: int) -> int:
@@ -85,8 +93,11 @@ def resolve_seed(params: SamplingParams, index: int) -> int:
     return secrets.randbits(64) if params.seed is None else (params.seed + index) % 2**64
 
 
-def make_batch(rows: Seq[Row], size: int, max_length: int) -> SamplingBatch:
-    """Rows padded to `size`, as host arrays."""
+def make_batch(rows: Seq[Row], size: int, max_length: int, vocab_size: int) -> SamplingBatch:
+    """Rows padded to `size`, as host arrays. It asks the matchers, for milliseconds: best while the device works."""
+    allowed: Any = np.full((size, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+    if matchers := {i: row.matcher for i, row in enumerate(rows) if row.matcher is not None}:
+        guided.fill_masks(matchers, allowed)
     history: Any = np.full((size, max_length), -1, np.int32)
     prompt_length: Any = np.zeros(size, np.int32)
     position: Any = np.zeros(size, np.int32)
@@ -119,12 +130,15 @@ def make_batch(rows: Seq[Row], size: int, max_length: int) -> SamplingBatch:
         prompt_length=prompt_length,
         bias_ids=bias_ids,
         bias=bias,
+        allowed=allowed,
     )
 
 
-def _checked(tokens: jax.Array, logits: jax.Array) -> jax.Array:
-    """int32 [S], with NO_TOKEN where the best logit is not a finite number: any NaN makes the maximum one."""
-    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, NO_TOKEN).astype(jnp.int32)
+def _checked(tokens: jax.Array, *logits: jax.Array) -> jax.Array:
+    """int32 [S], with NO_TOKEN where the best of any logits is not a finite number: any NaN makes the maximum one."""
+    for rows in logits:
+        tokens = jnp.where(jnp.isfinite(jnp.max(rows, axis=-1)), tokens, NO_TOKEN)
+    return tokens.astype(jnp.int32)
 
 
 @jax.jit
@@ -139,14 +153,14 @@ def sample(logits: jax.Array, batch: SamplingBatch) -> Sampled:
     logits = logits.astype(jnp.float32)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     adjusted = jax.vmap(_adjust)(logits, batch)
-    tokens = _checked(jax.vmap(_choose)(adjusted, batch), logits)
+    tokens = _checked(jax.vmap(_choose)(adjusted, batch), logits, adjusted)
     top_logprobs, top_ids = jax.lax.top_k(logprobs, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     return Sampled(tokens=tokens, logprob=chosen, top_ids=top_ids, top_logprobs=top_logprobs)
 
 
 def _adjust(logits: jax.Array, row: SamplingBatch) -> jax.Array:
-    """[V] -> [V]: penalties over the tokens so far, then the bias.
+    """[V] -> [V]: penalties over the tokens so far, then the bias, then -inf for what the guide does not allow.
 
     Repetition (Keskar et al. 2019, "CTRL") counts prompt and output; presence and frequency count the output, as
     OpenAI's API defines them.
@@ -160,7 +174,9 @@ def _adjust(logits: jax.Array, row: SamplingBatch) -> jax.Array:
     repeated = jnp.where(logits > 0, logits / row.repetition_penalty, logits * row.repetition_penalty)
     logits = jnp.where(seen, repeated, logits)
     logits -= row.frequency_penalty * counts + row.presence_penalty * (counts > 0)
-    return logits.at[jnp.where(row.bias_ids < 0, V, row.bias_ids)].add(row.bias, mode="drop")
+    logits = logits.at[jnp.where(row.bias_ids < 0, V, row.bias_ids)].add(row.bias, mode="drop")
+    bits = row.allowed[:, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(-1)[:V] == 1, logits, -jnp.inf)
 
 
 def _choose(logits: jax.Array, row: SamplingBatch) -> jax.Array:

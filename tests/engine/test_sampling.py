@@ -25,7 +25,7 @@ def sample(logits: np.ndarray, rows: list[Row]) -> sampling.Sampled:
     """One row of logits for each row, or one for all."""
     full = np.zeros((ROWS, V), np.float32)
     full[: len(rows)] = logits
-    return jax.device_get(sampling.sample(jnp.asarray(full), sampling.make_batch(rows, ROWS, LENGTH)))
+    return jax.device_get(sampling.sample(jnp.asarray(full), sampling.make_batch(rows, ROWS, LENGTH, V)))
 
 
 def draws(logits: np.ndarray, params: SamplingParams, **fields: Any) -> np.ndarray:
@@ -57,7 +57,7 @@ def cut_off(logits: jax.Array, batch: sampling.SamplingBatch) -> tuple[jax.Array
 
 
 def left(logits: np.ndarray, params: SamplingParams) -> set[int]:
-    _, kept = cut_off(jnp.asarray(logits[None]), sampling.make_batch([row(params)], 1, LENGTH))
+    _, kept = cut_off(jnp.asarray(logits[None]), sampling.make_batch([row(params)], 1, LENGTH, V))
     return set(np.flatnonzero(np.asarray(kept[0])).tolist())
 
 

@@ -1,0 +1,324 @@
+"""Guided answers: whatever the model would rather say, they have their form, and nobody else notices."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jsonschema
+import numpy as np
+import pytest
+from engine_parts import (
+    END,
+    PLAIN,
+    VOCABULARY,
+    Answer,
+    alone,
+    checkpoint,
+    make_engine,
+    mixed_requests,
+    prompt_of,
+    run,
+    runner_of,
+    staggered,
+    tokenizer,
+    tokens_of,
+)
+from llguidance import LLParserLimits
+
+from jetserve.engine import guided as guided_module
+from jetserve.engine.engine import Engine
+from jetserve.engine.guided import Guides
+from jetserve.testing import make_tiny_checkpoint
+from jetserve.tokenizer import Tokenizer
+from jetserve.types import FinishReason, Guide, GuideKind, Request, SamplingParams
+
+LENGTH = 480
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "grün", 'a "quoted" one', "青\n"]},
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": -5, "maximum": 120},
+        "ratio": {"type": "number", "minimum": 0, "maximum": 1},
+        "at": {
+            "type": "object",
+            "properties": {
+                "x": {"type": ["boolean", "null"]},
+                "code": {"type": "string", "pattern": "^[a-z]{2}[0-9]$"},
+            },
+            "required": ["x", "code"],
+            "additionalProperties": False,
+        },
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["colour", "name", "size", "ratio", "at", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": " "},
+}
+HOT = SamplingParams(temperature=1.5, max_tokens=LENGTH - 20)
+
+
+def guided(kind: GuideKind, source: str = "", **settings: Any) -> SamplingParams:
+    return dataclasses.replace(HOT, guide=Guide(kind=kind, source=source), **settings)
+
+
+def schema(value: dict[str, Any], **settings: Any) -> SamplingParams:
+    return guided(GuideKind.JSON_SCHEMA, json.dumps(value), **settings)
+
+
+def requests_of(params: SamplingParams, count: int) -> list[Request]:
+    return [
+        Request(
+            request_id=f"g{seed}",
+            prompt_token_ids=prompt_of(1 + seed % 7, seed),
+            sampling=dataclasses.replace(params, seed=seed),
+        )
+        for seed in range(count)
+    ]
+
+
+def answers_of(params: SamplingParams, count: int = 8, engine: Engine | None = None) -> list[Answer]:
+    return list(run(engine or make_engine(max_length=LENGTH), requests_of(params, count)).values())
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_json_by_a_schema(count: int) -> None:
+    for answer in answers_of(schema(SCHEMA), count):
+        assert answer.reason is FinishReason.STOP
+        jsonschema.validate(json.loads(answer.text), SCHEMA)
+        assert END not in answer.tokens  # nothing else could follow, so no token was spent on saying so
+
+
+def test_any_json_object() -> None:
+    closing = {token: 4.0 for token in range(VOCABULARY) if tokenizer().token_text(token) in (b'"', b"}", b"]")}
+    answers = answers_of(guided(GuideKind.JSON_OBJECT, logit_bias=closing), 16)
+    whole = [answer for answer in answers if answer.reason is FinishReason.STOP]
+    assert len(whole) > 8
+    assert all(isinstance(json.loads(answer.text), dict) for answer in whole)
+    assert len({answer.text for answer in whole}) > 4
+
+
+PATTERNS = [
+    r"[0-9]{3}-[0-9]{4}",
+    "(red|green|blue)!?",
+    r"[^\n]{5,9}",
+    "(ab|ba){4,6}é{2}",
+    r"-?(0|[1-9][0-9]{0,3})(\.[0-9]{1,4})?",
+    r"(?i)yes|no",
+    r"[\u4e00-\u9fff🙂]{1,4}",
+    '"(<|im_end|>|[<|a-z]{4})"',
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_regular_expression(pattern: str) -> None:
+    answers = answers_of(guided(GuideKind.REGEX, pattern))
+    for answer in answers:
+        assert answer.reason is FinishReason.STOP
+        assert re.fullmatch(pattern, answer.text)
+    assert len({answer.text for answer in answers}) > 1
+
+
+def test_a_grammar() -> None:
+    source = """
+start: sum
+sum: term ("+" term)~1..3
+term: NUMBER | "(" NUMBER "*" NUMBER ")"
+NUMBER: /[1-9][0-9]?/
+"""
+    for answer in answers_of(guided(GuideKind.GRAMMAR, source)):
+        assert answer.reason is FinishReason.STOP
+        assert re.fullmatch(r"[0-9+*()]+", answer.text)
+        assert eval(answer.text) > 1
+
+
+def test_greedily() -> None:
+    first, again = (answers_of(schema(SCHEMA, temperature=0.0), 2) for _ in range(2))
+    assert [answer.tokens for answer in first] == [answer.tokens for answer in again]
+    for answer in first:
+        jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
+def test_in_any_company() -> None:
+    """Alone, beside others with and without guides, chunked, preempted, from the prefix cache: the same."""
+    guides = [
+        Guide(kind=GuideKind.REGEX, source="[a-f]{8,20}"),
+        Guide(kind=GuideKind.JSON_SCHEMA, source='{"type": "array", "items": {"enum": [1, 22, "x"]}, "maxItems": 6}'),
+        Guide(kind=GuideKind.REGEX, source="(yes|no|perhaps){2,8}"),
+        None,
+    ]
+    requests = [
+        dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, guide=guides[i % 4]))
+        for i, request in enumerate(mixed_requests(8))
+    ]
+    expected = alone(PLAIN, requests)
+    assert tokens_of(run(make_engine(), requests)) == expected
+    assert staggered(make_engine(), requests) == expected
+    chunked = make_engine(max_step_tokens=8)
+    assert tokens_of(run(chunked, requests)) == expected
+    assert tokens_of(run(chunked, requests)) == expected
+    few = make_engine(pages=14)
+    assert tokens_of(run(few, requests)) == expected
+    assert few.stats().preemptions > 0
+    free = {request.request_id for i, request in enumerate(requests) if guides[i % 4] is None}
+    plain = alone(PLAIN, mixed_requests(8))
+    assert {name for name, tokens in expected.items() if tokens == plain[name]} == free
+
+
+def test_samples_of_one_request() -> None:
+    params = guided(GuideKind.REGEX, "[a-z]{4,12}[.]", n=4, seed=3)
+    engine = make_engine()
+    answers = run(engine, [Request(request_id="four", prompt_token_ids=prompt_of(9), sampling=params)])
+    texts = [answer.text for answer in answers.values()]
+    assert len(set(texts)) == 4
+    assert all(re.fullmatch("[a-z]{4,12}[.]", text) for text in texts)
+
+
+def test_a_cut_answer_is_the_beginning_of_the_whole() -> None:
+    whole = answers_of(schema(SCHEMA))
+    for length in (1, 9, 40):
+        for cut, full in zip(answers_of(schema(SCHEMA, max_tokens=length)), whole, strict=True):
+            assert (cut.reason, cut.tokens) == (FinishReason.LENGTH, full.tokens[:length])
+    exact = len(whole[0].tokens)
+    assert answers_of(schema(SCHEMA, max_tokens=exact), 1)[0].reason is FinishReason.STOP
+
+
+def test_stops_end_a_guided_answer_too() -> None:
+    whole = answers_of(guided(GuideKind.REGEX, "[a-d]{40}"))
+    for answer, full in zip(answers_of(guided(GuideKind.REGEX, "[a-d]{40}", stop=("ad", "ca"))), whole, strict=True):
+        assert (answer.reason, answer.text) == (FinishReason.STOP, re.split("ad|ca", full.text)[0])
+    token = whole[0].tokens[5]
+    stopped = answers_of(guided(GuideKind.REGEX, "[a-d]{40}", stop_token_ids=(token,)), 1)[0]
+    assert (stopped.reason, stopped.tokens[-1]) == (FinishReason.STOP, token)
+
+
+def test_where_a_guide_may_end_or_go_on() -> None:
+    """The model decides, unless it is told to go on; where nothing may follow it ends in any case."""
+    pattern = "a{1,30}"
+    lengths = {len(answer.text) for answer in answers_of(guided(GuideKind.REGEX, pattern, logit_bias={END: 5.0}))}
+    assert min(lengths) < 10
+    for settings in ({"ignore_eos": True}, {"min_tokens": LENGTH - 20}):
+        for answer in answers_of(guided(GuideKind.REGEX, pattern, logit_bias={END: 100.0}, **settings)):
+            assert (answer.reason, answer.text) == (FinishReason.STOP, "a" * 30)
+    for answer in answers_of(guided(GuideKind.REGEX, pattern, logit_bias={END: 100.0}, min_tokens=4)):
+        assert (len(answer.tokens), answer.tokens[-1]) == (5, END)
+
+
+def test_special_tokens_are_no_text() -> None:
+    """They may be spelled, letter by letter; the tokens themselves would end the answer in its middle."""
+    value = {"const": "<|im_end|> and <|im_start|>"}
+    markup = dict.fromkeys(range(3), 100.0)
+    for answer in answers_of(schema(value, logit_bias=markup), 2):
+        assert json.loads(answer.text) == value["const"]
+        assert not {0, 1, 2} & set(answer.tokens)
+    for answer in answers_of(schema({"type": "string", "minLength": 20, "maxLength": 20}, logit_bias=markup), 4):
+        assert len(json.loads(answer.text)) == 20
+
+
+def test_ids_that_the_tokenizer_lacks_never_come(tmp_path: Path) -> None:
+    smaller = Tokenizer.from_folder(make_tiny_checkpoint(tmp_path, vocab_size=300))
+    engine = Engine(runner_of(PLAIN, max_length=LENGTH), smaller)
+    padding = dict.fromkeys(range(300, VOCABULARY), 100.0)
+    requests = [
+        dataclasses.replace(request, prompt_token_ids=tuple(token % 300 for token in request.prompt_token_ids))
+        for request in requests_of(schema(SCHEMA, logit_bias=padding), 4)
+    ]
+    for answer in run(engine, requests).values():
+        jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
+def test_logprobs_are_the_models_own() -> None:
+    engine = make_engine(max_length=LENGTH)
+    request = requests_of(guided(GuideKind.REGEX, "[A-Z]{6}", logprobs=3), 1)[0]
+    answer = run(engine, [request])["g0", 0]
+    rows = [np.asarray(logits[:n]) for n, logits in engine.runner.evaluate((*request.prompt_token_ids, *answer.tokens))]
+    expected = jax.nn.log_softmax(np.concatenate(rows), axis=-1)[len(request.prompt_token_ids) - 1 : -1]
+    for entry, row in zip([e for output in answer.outputs for e in output.logprobs], np.asarray(expected), strict=True):
+        assert entry.logprob == pytest.approx(row[entry.token_id], abs=1e-3)
+        assert [token for token, _ in entry.top] == np.argsort(-row)[:3].tolist()
+
+
+BAD = [
+    (GuideKind.JSON_SCHEMA, "{", "json_schema is not JSON"),
+    (GuideKind.JSON_SCHEMA, "[" * 50_000, "json_schema is not JSON"),
+    (GuideKind.JSON_SCHEMA, "[1]", "expected a JSON object"),
+    (GuideKind.JSON_SCHEMA, '{"type": "colour"}', "json_schema cannot be used: Invalid type: colour"),
+    (GuideKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+    (GuideKind.JSON_SCHEMA, '{"$ref": "http://localhost/x.json"}', "does not fetch"),
+    (GuideKind.JSON_SCHEMA, '{"$ref": "#"}', "json_schema cannot be used"),
+    (GuideKind.JSON_SCHEMA, '{"type": "array", "minItems": 3, "maxItems": 2}', "Unsatisfiable"),
+    (GuideKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 982451653}', "fuel"),
+    (GuideKind.REGEX, "(", "unclosed group"),
+    (GuideKind.REGEX, r"(?=a)b", "look-around"),
+    (GuideKind.GRAMMAR, "start: nothing", "unknown name"),
+    (GuideKind.GRAMMAR, '{"grammars": []}', "grammar cannot be used"),
+    (GuideKind.GRAMMAR, "start: start", "grammar cannot be used"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "words"), BAD)
+def test_a_guide_that_cannot_be_used_is_refused(kind: GuideKind, source: str, words: str) -> None:
+    engine = make_engine(max_length=LENGTH)
+    good = requests_of(guided(GuideKind.REGEX, "[a-z]{9}"), 2)
+    for request in good:
+        engine.submit(request)
+    engine.step()
+    bad = Request(request_id="bad", prompt_token_ids=(5,), sampling=guided(kind, source, n=2))
+    for refuse in (engine.prepare, engine.submit):
+        with pytest.raises(ValueError, match=words) as refused:
+            refuse(bad)
+        assert "<non-verbose" not in str(refused.value)
+        assert len(str(refused.value)) < 600
+    assert (engine.stats().waiting, engine.stats().running) == (0, 2)
+    run(engine, [])
+
+
+def test_a_guide_that_gets_stuck_ends_its_answer_alone_with_the_reason() -> None:
+    """Its text is forced and takes more work for one token than is allowed."""
+    engine = make_engine(max_length=LENGTH)
+    stuck = Request(request_id="stuck", prompt_token_ids=(5,), sampling=guided(GuideKind.REGEX, "[ab](a{1000}){1000}"))
+    good = requests_of(guided(GuideKind.REGEX, "[a-z]{9}"), 2)
+    answers = run(engine, [stuck, *good])
+    assert answers["stuck", 0].reason is FinishReason.ERROR
+    assert "cannot go on as its regex asks" in answers["stuck", 0].last.error
+    assert all(len(answers[request.request_id, 0].text) == 9 for request in good)
+
+
+class Lacking(Tokenizer):
+    """One without any token that has a "q" or a "z"."""
+
+    def has_token(self, token_id: int) -> bool:
+        return super().has_token(token_id) and not {*b"qz"} & {*self.token_text(token_id)}
+
+
+@pytest.mark.parametrize("pattern", ["[ab]{3}[qz]", "[ab]{3}(z|zy)c", "[ab]{3}z+[a-z]{3}"])
+def test_what_the_vocabulary_cannot_say_ends_with_an_error(pattern: str) -> None:
+    engine = Engine(runner_of(PLAIN, max_length=LENGTH), Lacking.from_folder(checkpoint()))
+    for answer in answers_of(guided(GuideKind.REGEX, pattern), 2, engine):
+        assert answer.reason is FinishReason.ERROR
+        assert "cannot go on as its regex asks" in answer.last.error
+        assert re.fullmatch("[ab]{3}", answer.text)
+    for answer in answers_of(guided(GuideKind.REGEX, "[ab]{3}[qyz]"), 2, engine):
+        assert (answer.reason, answer.text[3]) == (FinishReason.STOP, "y")
+    with pytest.raises(ValueError, match="no token of the vocabulary can come next"):
+        engine.prepare(requests_of(guided(GuideKind.REGEX, "[qz]"), 1)[0])
+
+
+def test_a_lexer_that_others_have_filled_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with one guide share the states that they find, of which there is a limit."""
+    limits = LLParserLimits(max_lexer_states=1500, verbose_errors=False)
+    monkeypatch.setattr(guided_module, "LIMITS", limits)
+    restarts = []
+    restart = Guides.restart
+    monkeypatch.setattr(Guides, "restart", lambda *args: restarts.append(args) or restart(*args))
+    pattern = "[ab]*a[ab]{120}c"
+    answers = answers_of(
+        guided(GuideKind.REGEX, pattern, logit_bias={tokenizer().encode("c", add_special_tokens=False)[0]: 9.0}), 24
+    )
+    assert restarts
+    for answer in answers:
+        assert answer.reason is FinishReason.STOP
+        assert re.fullmatch(pattern, answer.text)
