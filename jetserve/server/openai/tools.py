@@ -89,8 +89,7 @@ class SearchingReader(Reader):
         super().__init__()
         self._names = names
         self._held = ""
-        self._in_call = False
-        self._has_begun = False
+        self._has_begun = self._in_call = self._is_after_call = False
 
     def push(self, text: str) -> list[Delta]:
         self._held += text
@@ -112,11 +111,14 @@ class SearchingReader(Reader):
 
     def _read(self, text: str) -> list[Delta]:
         calls = _calls_in(text, self._names)
+        self._is_after_call = bool(calls)
         return [self._call(*call) for call in calls] if calls else self._say(f"{_START}{text}{_END}")
 
     def _say(self, text: str) -> list[Delta]:
-        is_gap = self._calls > 0 and not text.strip()
-        return [] if is_gap or not text else [{"content": text}]
+        if self._is_after_call:
+            text = text.lstrip()
+        self._is_after_call &= not text
+        return [{"content": text}] if text else []
 
     def finish(self) -> list[Delta]:
         held, self._held = self._held, ""
@@ -214,9 +216,9 @@ def arguments_of(text: str, where: str) -> Mapping[str, Any]:
 _INSTRUCTION = """\
 You can call these functions:
 {functions}
-To call one, answer with nothing but a line of this form, for each call:
-<tool_call>{{"name": "the function's name", "arguments": {{the arguments as JSON}}}}</tool_call>
-What it returns comes back as <tool_response>…</tool_response>. If no function helps, answer in words."""
+To call one, answer with a line of this form and nothing else:
+<tool_call>{{"name": "its name", "arguments": {{…}}}}</tool_call>
+If none helps, answer in words."""
 
 
 def told_in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
