@@ -246,6 +246,11 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.finish_reason = reason
 
+    def preempt_all(self) -> None:
+        """Make every running sequence give up its pages and wait, to be computed again."""
+        while self._running:
+            self._preempt_worst()
+
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step. `now`: seconds of `time.monotonic`.
 

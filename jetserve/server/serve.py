@@ -48,7 +48,7 @@ def _warm_up(engine: Engine, progress: Progress) -> None:
     """Compiles all that serving can need, so that no request waits for it."""
     started = time.monotonic()
     logger.info("compiling, or reading from the cache, every program that requests can need")
-    engine.runner.warm_up(lambda done, total: progress(f"program {done} of {total} is being compiled"))
+    engine.warm_up(lambda done, total: progress(f"program {done} of {total} is being compiled"))
     logger.info("warmed up in %.1f s", time.monotonic() - started)
 
 

@@ -287,6 +287,15 @@ def test_a_guide_that_gets_stuck_ends_its_answer_alone_with_the_reason() -> None
     assert all(len(answers[request.request_id, 0].text) == 9 for request in good)
 
 
+def test_without_an_end_of_sequence_there_are_no_guides() -> None:
+    endless = Tokenizer.from_folder(checkpoint())
+    endless.eos_token_ids = ()
+    engine = Engine(runner_of(PLAIN, max_length=LENGTH), endless)
+    engine.guides.warm_up()
+    with pytest.raises(ValueError, match="no end of sequence"):
+        engine.prepare(requests_of(guided(GuideKind.JSON_OBJECT), 1)[0])
+
+
 class Lacking(Tokenizer):
     """One without any token that has a "q" or a "z"."""
 
