@@ -151,8 +151,10 @@ def _schema(source: str) -> dict[str, Any]:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json_schema is not JSON: {error}") from error
+    if schema is True:  # anything
+        return {}
     if not isinstance(schema, dict):
-        raise ValueError(f"json_schema is {source[:40]}; expected a JSON object")
+        raise ValueError(f"json_schema is {source[:40]}; expected an object")
     return schema
 
 

@@ -244,7 +244,8 @@ def test_logprobs_are_the_models_own() -> None:
 BAD = [
     (GuideKind.JSON_SCHEMA, "{", "json_schema is not JSON"),
     (GuideKind.JSON_SCHEMA, "[" * 50_000, "json_schema is not JSON"),
-    (GuideKind.JSON_SCHEMA, "[1]", "expected a JSON object"),
+    (GuideKind.JSON_SCHEMA, "[1]", "expected an object"),
+    (GuideKind.JSON_SCHEMA, "false", "expected an object"),
     (GuideKind.JSON_SCHEMA, '{"type": "colour"}', "json_schema cannot be used: Invalid type: colour"),
     (GuideKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
     (GuideKind.JSON_SCHEMA, '{"$ref": "http://localhost/x.json"}', "does not fetch"),
