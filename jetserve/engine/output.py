@@ -117,5 +117,4 @@ class Stream:
             ),
             logprobs=logprobs,
             error=error,
-            started_time=sequence.started_time,
         )

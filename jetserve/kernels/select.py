@@ -12,10 +12,11 @@ Knows nothing of what the operations compute.
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -90,6 +91,15 @@ def candidates(op: str, implementation: str | None = None) -> list[ModuleType]:
     ]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The implementation that takes some arguments (None if none does), what it returned, and who refused before."""
+
+    name: str | None
+    result: Any
+    refused: Mapping[str, str]
+
+
 def call(op: str, *args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
     """Runs the first candidate that takes the arguments.
 
@@ -104,15 +114,39 @@ def prepare(op: str, weight: Any, *, implementation: str | None = None) -> Any:
     return _first(op, "prepare", implementation, (weight,), {})
 
 
+def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
+    """Which implementation `call` would run, and why not the ones before it. Runs nothing: arguments may be shapes."""
+
+    def trace(run: Callable[..., Any]) -> Any:
+        return jax.eval_shape(functools.partial(run, **kwargs), *args)
+
+    return _choose(op, "run", None, trace)
+
+
+def explain_prepare(op: str, weight: Any) -> Choice:
+    """The same of `prepare`, which runs."""
+    return _choose(op, "prepare", None, lambda function: function(weight))
+
+
 def _first(op: str, function: str, implementation: str | None, args: tuple, kwargs: dict) -> Any:
-    reasons = []
+    choice = _choose(op, function, implementation, lambda run: run(*args, **kwargs))
+    if choice.name is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refused.items())
+        raise NotImplementedError(f"no implementation of {op} takes these arguments ({reasons or 'none is there'})")
+    return choice.result
+
+
+def _choose(op: str, function: str, implementation: str | None, attempt: Callable[[Callable[..., Any]], Any]) -> Choice:
+    refused: dict[str, str] = {}
     for module in candidates(op, implementation):
-        if function == "prepare" and not hasattr(module, "prepare"):
-            return args[0]
+        name = module.__name__.rsplit(".", 1)[-1]
         try:
-            return getattr(module, function)(*args, **kwargs)
+            return Choice(name=name, result=attempt(getattr(module, function, _unchanged)), refused=refused)
         except NotImplementedError as error:
-            reasons.append(f"{module.__name__.rsplit('.', 1)[-1]}: {error}")
-    raise NotImplementedError(
-        f"no implementation of {op} takes these arguments ({'; '.join(reasons) or 'none is there'})"
-    )
+            refused[name] = str(error)
+    return Choice(name=None, result=None, refused=refused)
+
+
+def _unchanged(weight: Any, **_: Any) -> Any:
+    """What an implementation without `prepare` makes of a weight."""
+    return weight

@@ -85,6 +85,22 @@ def test_prepare(operation: str) -> None:
         select.prepare(operation, "w", implementation="best")
 
 
+def test_explaining_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name, what it would return, and who refused; nothing runs."""
+    small = SimpleNamespace(
+        __name__="op.small", PLATFORMS=None, PRIORITY=20, run=lambda x: refuse() if x.size > 2 else x
+    )
+    large = SimpleNamespace(__name__="op.large", PLATFORMS=None, PRIORITY=0, run=lambda x: x + 1)
+    monkeypatch.setattr(select, "implementations", lambda op: {"small": small, "large": large})
+    choice = select.explain("op", jnp.ones(2))
+    assert (choice.name, choice.refused) == ("small", {})
+    choice = select.explain("op", jax.ShapeDtypeStruct((3,), jnp.float32))
+    assert (choice.name, choice.refused) == ("large", {"small": "too odd"})
+    assert choice.result == jax.ShapeDtypeStruct((3,), jnp.float32)
+    prepared = select.explain_prepare("op", "w")
+    assert (prepared.name, prepared.result) == ("small", "w")
+
+
 def test_faults_of_an_implementation_are_not_hidden(operation: str) -> None:
     with pytest.raises(TypeError):
         select.call(operation, "no number")

@@ -51,34 +51,52 @@ def processor() -> str:
     return f"{platform.machine()} {' '.join(sorted(features)) or platform.processor()}"
 
 
+def compiler() -> str:
+    """The path of the compiler. Raises BuildError if there is none."""
+    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if found is None:
+        raise BuildError(f"no C++ compiler was found; expected one of {', '.join(COMPILERS)}. Install g++ or clang")
+    return found
+
+
+def compiler_version() -> str:
+    """What the compiler says about itself. Raises BuildError if there is none."""
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def library_path(folder: Path, *, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Where `build` puts the library: its name is a digest of all that goes into it. Raises BuildError as `build`."""
+    digest = hashlib.sha256()
+    for part in (compiler_version(), processor(), jaxlib.__version__, *FLAGS, *extra_flags):
+        digest.update(part.encode() + b"\0")
+    for source in sources():
+        digest.update(source.read_bytes())
+    return folder / f"kernels-{digest.hexdigest()[:24]}.so"
+
+
+def compile_command(*extra_flags: str) -> list[str]:
+    """Compiles the sources for this processor unless flags say otherwise. Raises BuildError without a compiler."""
+    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    files = [str(source) for source in sources() if source.suffix == ".cc"]
+    return [compiler(), *FLAGS, native, *extra_flags, "-isystem", jax.ffi.include_dir(), *files]
+
+
 def build(folder: Path, *, extra_flags: tuple[str, ...] = ()) -> Path:
     """The path of the compiled library in `folder`, made unless it is there.
 
-    Its name is a digest of all that goes into it. Safe when several processes build at once: each writes a file of its
-    own, which takes the name when it is whole.
+    Safe when several processes build at once: each writes a file of its own, which takes the name when it is whole.
 
     Raises:
       BuildError: if there is no compiler, or it fails.
     """
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise BuildError(f"no C++ compiler was found; expected one of {', '.join(COMPILERS)}. Install g++ or clang")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256()
-    for part in (version, processor(), jaxlib.__version__, *FLAGS, *extra_flags):
-        digest.update(part.encode() + b"\0")
-    for source in sources():
-        digest.update(source.read_bytes())
-    path = folder / f"kernels-{digest.hexdigest()[:24]}.so"
+    path = library_path(folder, extra_flags=extra_flags)
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     logger.info("compiling the kernels for this processor, once, into %s", folder)
-    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     with tempfile.TemporaryDirectory(dir=folder) as room:
         made = Path(room) / path.name
-        command = [compiler, *FLAGS, native, *extra_flags, "-isystem", jax.ffi.include_dir(), "-o", str(made)]
-        command += [str(source) for source in sources() if source.suffix == ".cc"]
+        command = [*compile_command(*extra_flags), "-o", str(made)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS)
         if result.returncode:
             raise BuildError(f"{' '.join(command)} failed:\n{result.stderr.strip()[-2000:]}")
@@ -86,16 +104,34 @@ def build(folder: Path, *, extra_flags: tuple[str, ...] = ()) -> Path:
     return path
 
 
+def load(path: Path) -> ctypes.CDLL:
+    """A library that `build` made, its kernels registered with XLA. Raises OSError if it cannot be loaded."""
+    loaded = ctypes.CDLL(str(path))
+    loaded.jetserve_instructions.restype = ctypes.c_char_p
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+    return loaded
+
+
+def library_folder() -> Path:
+    """Where the library is kept."""
+    return default_cache_dir() / "kernels"
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels, registered with XLA; None, after one warning, where they cannot be built."""
     try:
-        loaded = ctypes.CDLL(str(build(default_cache_dir() / "kernels")))
+        return load(build(library_folder()))
     except (BuildError, OSError, subprocess.TimeoutExpired) as error:
         logger.warning("the kernels for CPUs are not there, so XLA's own code runs, many times slower: %s", error)
         return None
-    for name in TARGETS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+
+
+def _required() -> ctypes.CDLL:
+    loaded = library()
+    if loaded is None:
+        raise NotImplementedError("the kernels for CPUs are not there")
     return loaded
 
 
@@ -105,7 +141,14 @@ def lanes() -> int:
     Raises:
       NotImplementedError: if there are no kernels.
     """
-    loaded = library()
-    if loaded is None:
-        raise NotImplementedError("the kernels for CPUs are not there")
-    return loaded.jetserve_lanes()
+    return _required().jetserve_lanes()
+
+
+def instructions() -> str:
+    """The instruction set that the kernels were written for, of those that this processor has.
+
+    Raises:
+      NotImplementedError: if there are no kernels.
+    """
+    name: bytes = _required().jetserve_instructions()
+    return name.decode()

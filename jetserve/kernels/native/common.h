@@ -22,8 +22,22 @@ namespace jetserve {
 
 namespace ffi = xla::ffi;
 
+// Which instructions there are for what the compiler does not find by itself. JETSERVE_PORTABLE forgets them all.
+#if !defined(JETSERVE_PORTABLE)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define JETSERVE_AVX512
+#if defined(__AVX512VNNI__)
+#define JETSERVE_VNNI
+#endif
+#elif defined(__AVX2__) && defined(__F16C__)
+#define JETSERVE_AVX2
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define JETSERVE_DOTPROD
+#endif
+#endif
+
 // Columns of a weight that one vector of 32-bit lanes holds.
-#if defined(__AVX512F__) && !defined(JETSERVE_PORTABLE)
+#if defined(JETSERVE_AVX512)
 inline constexpr int kLanes = 16;
 #else
 inline constexpr int kLanes = 8;

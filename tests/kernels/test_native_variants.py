@@ -1,0 +1,85 @@
+"""The kernels' shared cases on every instruction set that this machine has, and under the sanitizers.
+
+Each build is loaded by a process of its own, `native_variant.py`.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from jetserve.kernels import native
+
+HERE = Path(__file__).parent
+SECONDS = 1500
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler"),
+]
+
+
+def run_variant(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> str:
+    """What the tests printed, of a library built with these flags."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "native_variant.py"), str(folder), *flags],
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "JAX_PLATFORMS": "cpu", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    assert "passed" in done.stdout
+    return done.stdout
+
+
+def test_portable(tmp_path: Path) -> None:
+    assert "instructions: portable" in run_variant(tmp_path, "-DJETSERVE_PORTABLE")
+
+
+@pytest.mark.skipif(
+    native.library() is None or "AVX-512" not in native.instructions(), reason="AVX2 is its best, or it has none"
+)
+def test_avx2_where_there_is_better(tmp_path: Path) -> None:
+    assert "instructions: AVX2" in run_variant(tmp_path, "-mno-avx512f")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the compiler knows other processors")
+@pytest.mark.parametrize("processor", ["haswell", "icelake-server"])
+def test_the_sources_compile_for_other_processors(processor: str) -> None:
+    command = [*native.compile_command(f"-march={processor}"), "-fsyntax-only"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def sanitizer_runtimes() -> str | None:
+    """The libraries that must be loaded before all others, or None if the compiler does not come with them."""
+    paths = []
+    for name in ("libasan.so", "libubsan.so"):
+        command = [native.compiler(), f"-print-file-name={name}"]
+        path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not Path(path).is_absolute():
+            return None
+        paths.append(path)
+    return " ".join(paths)
+
+
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """No byte outside of a buffer is touched, and no behaviour is undefined, in any of the cases.
+
+    A library with the address sanitizer refuses to load without its runtime, so it cannot be left out unnoticed.
+    """
+    runtimes = sanitizer_runtimes()
+    if runtimes is None:
+        pytest.skip("the compiler comes without libasan and libubsan")
+    environment = {
+        "LD_PRELOAD": runtimes,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    run_variant(tmp_path, *SANITIZERS, environment=environment)
