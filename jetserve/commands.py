@@ -65,7 +65,7 @@ def convert_command() -> None:
 
 
 def serve_command() -> None:
-    """Serves a model over gRPC; the HTTP API is not in this version yet."""
+    """Serves a model over gRPC and HTTP."""
 
     def command() -> int:
         source, config, max_length = flags.model_source(), flags.server_config(), flags.max_length()
@@ -77,7 +77,7 @@ def serve_command() -> None:
         return serve.run(config, source, engine_config, max_length=max_length)
 
     groups = [flags.define_server, flags.define_model, flags.define_batch, flags.define_engine]
-    _run("Serves a model over gRPC. The HTTP API is not in this version yet.", groups, command)
+    _run("Serves a model over JetStream's gRPC protocol and OpenAI's HTTP API.", groups, command)
 
 
 def chat_command() -> None:

@@ -4,6 +4,7 @@ Knows nothing of flags (see `flags.py`), jax or files. Every field states its un
 """
 
 import dataclasses
+import enum
 import math
 from pathlib import Path
 
@@ -145,28 +146,50 @@ class InteractiveConfig:
     sampling: SamplingDefaults = SamplingDefaults()
 
 
+class LogFormat(enum.Enum):
+    """How a server writes its log: for people, or a JSON object a line."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Where and how `run_server.py` serves.
 
-    `grpc_port` 0 lets the system choose one. `drain_seconds`: what running requests are given to finish once the
-    server is asked to stop. `warm_up`: compile everything before the first request is taken. `max_message_bytes`: of
-    one request or response. `tls_cert_file` and `tls_key_file`: PEM, both or none. `auth_token_file`: holds the bearer
-    token that clients must send.
+    `grpc_port`, `http_port`: 0 lets the system choose one, None serves nothing there. `drain_seconds`: what running
+    requests are given to finish once the server is asked to stop. `warm_up`: compile everything before the first
+    request is taken. `max_message_bytes`: of one request (over gRPC, of one response too). `tls_cert_file` and
+    `tls_key_file`: PEM, both or none. `api_key`, or what `api_key_file` holds: the bearer token that clients must send.
+    `served_model_name`: what clients call the model; None is its checkpoint's name. `cors_origins`: web pages that may
+    use the HTTP server, such as "https://example.org", or "*". `log_requests`: a line for each request that ends.
     """
 
     host: str = "127.0.0.1"
-    grpc_port: int = 9000
+    grpc_port: int | None = 9000
+    http_port: int | None = 8000
     drain_seconds: float = 30.0
     warm_up: bool = True
     max_message_bytes: int = 4 * 2**20
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
-    auth_token_file: Path | None = None
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    api_key_file: Path | None = None
+    served_model_name: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    log_format: LogFormat = LogFormat.TEXT
+    log_requests: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.grpc_port < 2**16:
-            raise ValueError(f"grpc_port is {self.grpc_port}; expected 0 to {2**16 - 1}")
+        for name, port in (("grpc_port", self.grpc_port), ("http_port", self.http_port)):
+            if port is not None and not 0 <= port < 2**16:
+                raise ValueError(f"{name} is {port}; expected 0 to {2**16 - 1}")
+        if self.grpc_port is None and self.http_port is None:
+            raise ValueError("grpc_port and http_port are both off; expected at least one")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError("api_key and api_key_file are both set; expected one at most")
+        if self.served_model_name == "":
+            raise ValueError("served_model_name is empty; expected a name, or none")
         if not 0 <= self.drain_seconds < math.inf:
             raise ValueError(f"drain_seconds is {self.drain_seconds}; expected a finite number, 0 or more")
         _positive("max_message_bytes", self.max_message_bytes)

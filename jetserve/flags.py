@@ -14,6 +14,7 @@ from jetserve.config import (
     ConvertConfig,
     EngineConfig,
     InteractiveConfig,
+    LogFormat,
     MeshConfig,
     ModelSource,
     OfflineConfig,
@@ -26,6 +27,7 @@ FLAGS = flags.FLAGS
 
 QUANTIZE_TYPES = ("int8_per_channel", "int4_per_channel", "int8_blockwise", "int4_blockwise", "none", "keep")
 DEFAULT_STEP_TOKENS = 512
+NO_PORT = -1
 TASKS = ("generate", "perplexity", "benchmark")
 
 
@@ -178,7 +180,9 @@ def define_interactive() -> None:
 def define_server() -> None:
     """Where and how run_server.py serves."""
     _define(flags.DEFINE_string, "host", "127.0.0.1", "Address to listen on. 0.0.0.0 is every one of this machine.")
-    _define(flags.DEFINE_integer, "grpc_port", 9000, "Of gRPC; 0 lets the system choose one.", 0, 65535)
+    for protocol, port in (("grpc", 9000), ("http", 8000)):
+        text = f"Of {protocol}; 0 lets the system choose one, {NO_PORT} serves nothing there."
+        _define(flags.DEFINE_integer, f"{protocol}_port", port, text, NO_PORT, 65535)
     _define(
         flags.DEFINE_integer,
         "max_queue",
@@ -194,10 +198,32 @@ def define_server() -> None:
         lower_bound=0.0,
     )
     _define(flags.DEFINE_bool, "warmup", True, "Compile everything before the first request is taken.")
-    _define(flags.DEFINE_integer, "max_message_bytes", 4 * 2**20, "Of one request or response.", lower_bound=1)
+    _define(flags.DEFINE_integer, "max_message_bytes", 4 * 2**20, "Of one request.", lower_bound=1)
     _define(flags.DEFINE_string, "tls_cert_file", None, "A PEM certificate chain; turns TLS on, with --tls_key_file.")
     _define(flags.DEFINE_string, "tls_key_file", None, "The PEM key of --tls_cert_file.")
-    _define(flags.DEFINE_string, "auth_token_file", None, "Holds the bearer token that clients must send.")
+    _define(
+        flags.DEFINE_string,
+        "api_key",
+        None,
+        "What clients must send as bearer token. Other users of this machine can see it: prefer --api_key_file.",
+    )
+    _define(flags.DEFINE_string, "api_key_file", None, "A file that holds the --api_key.")
+    _define(flags.DEFINE_alias, "auth_token_file", "api_key_file")
+    _define(flags.DEFINE_string, "served_model_name", None, "What clients call the model (unset: its own name).")
+    _define(
+        flags.DEFINE_list,
+        "cors_origins",
+        [],
+        'Web pages that may use the HTTP server, as "https://example.org", separated by commas; * is all.',
+    )
+    _define(
+        flags.DEFINE_enum,
+        "log_format",
+        LogFormat.TEXT.value,
+        [form.value for form in LogFormat],
+        "text: for people. json: an object a line.",
+    )
+    _define(flags.DEFINE_bool, "log_requests", True, "Log a line for each request that ends; never its text.")
 
 
 def define_convert() -> None:
@@ -288,6 +314,10 @@ def _path(value: str | None) -> Path | None:
     return None if value is None else Path(value).expanduser()
 
 
+def _port(value: int) -> int | None:
+    return None if value == NO_PORT else value
+
+
 def _refuse_flags_of_other_tasks() -> None:
     """A flag that another task reads would have no effect on this one."""
     belongs = {
@@ -335,13 +365,19 @@ def server_config() -> ServerConfig:
     """From `define_server`."""
     return ServerConfig(
         host=FLAGS.host,
-        grpc_port=FLAGS.grpc_port,
+        grpc_port=_port(FLAGS.grpc_port),
+        http_port=_port(FLAGS.http_port),
         drain_seconds=FLAGS.drain_seconds,
         warm_up=FLAGS.warmup,
         max_message_bytes=FLAGS.max_message_bytes,
         tls_cert_file=_path(FLAGS.tls_cert_file),
         tls_key_file=_path(FLAGS.tls_key_file),
-        auth_token_file=_path(FLAGS.auth_token_file),
+        api_key=FLAGS.api_key,
+        api_key_file=_path(FLAGS.api_key_file),
+        served_model_name=FLAGS.served_model_name,
+        cors_origins=tuple(FLAGS.cors_origins),
+        log_format=LogFormat(FLAGS.log_format),
+        log_requests=FLAGS.log_requests,
     )
 
 

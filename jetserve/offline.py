@@ -101,10 +101,6 @@ class Answer:
             self._error = self._error or output.error
 
     @property
-    def begun(self) -> bool:
-        return bool(self._usages)
-
-    @property
     def finished(self) -> bool:
         return len(self._reasons) == self.request.sampling.n
 
@@ -239,12 +235,15 @@ class Batch:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
+            self._failed_steps = 0
         except Exception as error:  # whatever it was: it is reported, and three in a row end the batch
             logger.exception("a step of the engine failed")
+            outputs = self._engine.fail(f"the engine failed: {error}")
             self._failed_steps += 1
-            self._give_up_running(error)
-            return
-        self._failed_steps = 0
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise StepsFailedError(
+                    f"the engine failed {self._failed_steps} times in a row, last with: {error}"
+                ) from error
         for output in outputs:
             self._take(output)
 
@@ -254,21 +253,6 @@ class Batch:
         if answer.finished:
             del self._answers[output.request_id]
             self._ready[answer.line.index] = answer.result(self._engine.tokenizer)
-
-    def _give_up_running(self, error: Exception) -> None:
-        """Those that ran get an error; those that only waited are submitted again."""
-        scheduler = self._engine.scheduler
-        ran = {sequence.request_id for sequence in scheduler.sequences[: scheduler.running]}
-        self._engine.fail(str(error))
-        if self._failed_steps >= MAX_FAILED_STEPS:
-            raise StepsFailedError(f"the engine failed {self._failed_steps} times in a row, last with: {error}")
-        answers, self._answers = self._answers, {}
-        for request_id, answer in answers.items():
-            if request_id in ran or answer.begun:
-                self._ready[answer.line.index] = failure(answer.line, f"the engine failed: {error}")
-            else:
-                self._engine.submit(answer.request)
-                self._answers[request_id] = answer
 
     def _write(self) -> None:
         """Results go out as far as none is missing between them."""

@@ -219,6 +219,7 @@ class RequestOutput:
 
     `text`, `token_ids` and `logprobs` are what is new since the output before; text held back because it may be the
     start of a stop string or half a character comes later. The last output of a sample carries the finish reason.
+    `started_time`: when the sample first ran, in seconds of `time.monotonic`; None if it never did.
     """
 
     request_id: str
@@ -229,6 +230,7 @@ class RequestOutput:
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    started_time: float | None = None
 
     @property
     def finished(self) -> bool:

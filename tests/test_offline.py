@@ -4,7 +4,6 @@ import json
 import re
 import resource
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -363,19 +362,18 @@ def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
         offline.run(OfflineConfig(task="train"), ModelSource(cache_dir=tmp_path), LIMITS, max_length=None)
 
 
-def failing(engine: Engine, fails: Callable[[int], bool]) -> Callable[[], list[Any]]:
-    """`engine.step`, which raises in the steps (from 1) that `fails` says."""
-    real, count = engine.step, 0
+def failing(engine: Engine, fails: Callable[[int], bool]) -> Callable[..., Any]:
+    """`engine.runner.run`, which raises in the steps (from 1) that `fails` says."""
+    real, count = engine.runner.run, 0
 
-    def step() -> list[Any]:
+    def run(*args: Any) -> Any:
         nonlocal count
         count += 1
         if fails(count):
-            engine.scheduler.schedule(time.monotonic())
             raise RuntimeError(f"step {count} broke")
-        return real()
+        return real(*args)
 
-    return step
+    return run
 
 
 def test_a_step_that_fails_costs_only_those_that_ran(
@@ -385,7 +383,7 @@ def test_a_step_that_fails_costs_only_those_that_ran(
     files.run()
     expected = files.results
     files.output.unlink()
-    monkeypatch.setattr(engine, "step", failing(engine, lambda count: count == 1))
+    monkeypatch.setattr(engine.runner, "run", failing(engine, lambda count: count == 1))
     summary = files.run()
     assert files.code == 0
     assert summary["failed"] == LIMITS.max_sequences
@@ -399,8 +397,9 @@ def test_a_batch_stops_when_the_engine_keeps_failing_and_can_go_on(
 ) -> None:
     files.write(*prompts(30))
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "step", failing(engine, lambda count: count > 20))
+        patch.setattr(engine.runner, "run", failing(engine, lambda count: count > 20))
         summary = files.run()
+    engine.fail("what the stopped batch left behind")
     assert files.code == 1
     assert "3 times in a row, last with: step 23 broke" in summary["stopped"]
     assert "run the same again to go on" in caplog.text

@@ -2,11 +2,12 @@
 
 Owns the worker, the queue in front of the engine, and who waits for what. Knows nothing of networks.
 
-Why no lock guards the engine: only the worker calls it, from the first request to the last. What the two sides share is
-the `_Shared` state, read and written under its condition: requests come in and consumers say that they left through it.
-Results go the other way by `loop.call_soon_threadsafe`, into queues that only their event loop touches. `stats` reads a
-frozen snapshot that the worker replaces as a whole. The worker never waits for a consumer, so a slow reader delays
-nobody; what piles up for it is no more than its own answer.
+Why no lock guards the engine: only the worker calls it, from the first request to the last, but for `prepare`, which is
+made for any thread: guides are compiled in threads of their own, before the worker sees the request. What the two sides
+share is the `_Shared` state, read and written under its condition: requests come in and consumers say that they left
+through it. Results go the other way by `loop.call_soon_threadsafe`, into queues that only their event loop touches.
+`stats` reads a frozen snapshot that the worker replaces as a whole. The worker never waits for a consumer, so a slow
+reader delays nobody; what piles up for it is no more than its own answer.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import enum
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -29,6 +31,7 @@ MAX_FAILURES = 3
 """Steps that fail in a row before the engine is given up."""
 STOP_SECONDS = 10.0
 """How long `stop` and the end of `drain` wait for a step that is under way."""
+PREPARING_THREADS = 2
 
 
 class DrainingError(RuntimeError):
@@ -49,7 +52,7 @@ class State(enum.Enum):
 
 
 _End = None
-_Item = RequestOutput | Exception | None
+_Item = RequestOutput | BaseException | None
 """What a consumer is sent: an output, an error to raise, or `_End` after the last output."""
 
 
@@ -102,14 +105,16 @@ class Outputs:
 class _Shared:
     """What both sides see, under `condition`.
 
-    `open`: consumers that have not been sent their last item; `inbox`: those of them that the worker has not seen yet;
-    `left`: those whose caller has gone. `cancel_all`: the time that `drain` gave is over.
+    `open`: consumers that have not been sent their last item; `preparing`: how many have a thread at work for them;
+    `inbox`: those that are ready for the worker, which has not seen them yet; `left`: those whose caller has gone.
+    `cancel_all`: the time that `drain` gave is over.
     """
 
     condition: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     state: State = State.RUNNING
     error: str = ""
     open: set[_Consumer] = dataclasses.field(default_factory=set)
+    preparing: int = 0
     inbox: collections.deque[_Consumer] = dataclasses.field(default_factory=collections.deque)
     left: list[_Consumer] = dataclasses.field(default_factory=list)
     cancel_all: bool = False
@@ -125,6 +130,7 @@ class AsyncEngine:
         self._consumers: dict[str, _Consumer] = {}  # by request id, those in the engine; the worker's own
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failures = 0  # in a row; the worker's own
+        self._preparers = concurrent.futures.ThreadPoolExecutor(PREPARING_THREADS, "jetserve-prepare")
         self._thread = threading.Thread(target=self._work, name="jetserve-engine", daemon=True)
         self._thread.start()
 
@@ -134,7 +140,8 @@ class AsyncEngine:
         """Takes a request, to be answered by what is returned. Called on the event loop that reads the answer.
 
         Raises, here or from what is returned:
-          ValueError: for a prompt that cannot fit, token ids outside the vocabulary, or a request id in use.
+          ValueError: for a prompt that cannot fit, token ids outside the vocabulary, a guide that cannot be used, or a
+            request id in use.
           QueueFullError: if `EngineConfig.max_queue` others wait.
           DrainingError: if the engine is about to stop, or stopped before the request had begun.
           EngineDeadError: if it has failed for good, now or before.
@@ -147,14 +154,30 @@ class AsyncEngine:
         shared, limit = self._shared, self.engine.config.max_queue
         with shared.condition:
             self._refuse_unless_running()
-            if len(shared.inbox) >= limit:
+            if len(shared.inbox) + shared.preparing >= limit:
                 raise QueueFullError(
                     f"the queue is full: {limit} requests arrived since the last step; expected at most {limit}"
                     " (max_queue). Try again later"
                 )
             shared.open.add(consumer)
-            shared.inbox.append(consumer)
-            shared.condition.notify_all()
+            if consumer.request.sampling.guide is not None:
+                shared.preparing += 1
+                preparing = self._preparers.submit(self.engine.prepare, consumer.request)
+                preparing.add_done_callback(functools.partial(self._take_prepared, consumer))
+            else:
+                shared.inbox.append(consumer)
+                shared.condition.notify_all()
+
+    def _take_prepared(self, consumer: _Consumer, preparing: "concurrent.futures.Future[None]") -> None:
+        """Hands a request on to the worker, or refuses it. In a thread that prepares."""
+        shared = self._shared
+        if not preparing.cancelled() and (error := preparing.exception()) is not None:
+            self._refuse(consumer, error)
+        with shared.condition:
+            shared.preparing -= 1
+            if consumer in shared.open:  # else it is over: refused, its caller has left, or the engine has stopped
+                shared.inbox.append(consumer)
+                shared.condition.notify_all()
 
     def _refuse_unless_running(self) -> None:
         if self._shared.state is State.DEAD:
@@ -186,7 +209,7 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """State and totals after the last step; requests that arrived since count as waiting."""
-        stats, arrived = self._stats, len(self._shared.inbox)
+        stats, arrived = self._stats, len(self._shared.inbox) + self._shared.preparing
         return dataclasses.replace(stats, waiting=stats.waiting + arrived)
 
     async def wait_until_ended(self) -> None:
@@ -223,6 +246,7 @@ class AsyncEngine:
             if self._shared.state is not State.DEAD:
                 self._shared.state = State.STOPPED
             self._shared.condition.notify_all()
+        self._preparers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join, timeout_seconds)
         if self._thread.is_alive():
             self._die(f"the engine did not end a step in {timeout_seconds:g} seconds")
@@ -248,18 +272,20 @@ class AsyncEngine:
             shared.condition.wait_for(self._has_commands)
             if not self.is_live:
                 return False
-            arrived, left = list(shared.inbox), set(shared.left)
-            cancelled = shared.open - left if shared.cancel_all else set()
+            left = set(shared.left)
+            shared.open -= left
+            cancelled = set(shared.open) if shared.cancel_all else set()
+            wanted = shared.open - cancelled
+            arrived = [consumer for consumer in shared.inbox if consumer in wanted]
             shared.inbox.clear()
             shared.left.clear()
             shared.cancel_all = False
-            shared.open -= left
-        for consumer in arrived:
-            if consumer in cancelled:
+        for consumer in cancelled:
+            if not self._is_in_engine(consumer):
                 self._deliver([(consumer, _never_began(consumer, index)) for index in range(consumer.remaining)])
                 self._close([consumer])
-            elif consumer not in left:
-                self._submit(consumer)
+        for consumer in arrived:
+            self._submit(consumer)
         self._cancel(consumer for consumer in left | cancelled if self._is_in_engine(consumer))
         self._stats = self.engine.stats()
         with shared.condition:
@@ -283,10 +309,14 @@ class AsyncEngine:
         except Exception as error:
             if not isinstance(error, (ValueError, QueueFullError)):
                 logger.exception("request %s could not be submitted", request_id)
-            self._deliver([(consumer, error)])
-            self._close([consumer])
+            self._refuse(consumer, error)
         else:
             self._consumers[request_id] = consumer
+
+    def _refuse(self, consumer: _Consumer, error: BaseException) -> None:
+        """Raises an error where the answer was to be read."""
+        self._deliver([(consumer, error)])
+        self._close([consumer])
 
     def _cancel(self, consumers: Iterable[_Consumer]) -> None:
         """Ends requests and frees their pages; consumers that still listen are sent the CANCELLED outputs."""

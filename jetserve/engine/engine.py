@@ -6,7 +6,7 @@ of networks; `async_engine` puts it behind a queue for servers.
 
 import collections
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jetserve.cache.pages import PageAllocator
 from jetserve.config import EngineConfig
@@ -14,7 +14,7 @@ from jetserve.engine.guided import Guides, Matcher
 from jetserve.engine.output import Stream
 from jetserve.engine.runner import Runner
 from jetserve.engine.sampling import MAX_END_TOKENS, NO_TOKEN
-from jetserve.engine.scheduler import Scheduler, Sequence
+from jetserve.engine.scheduler import Scheduler, Sequence, StepPlan
 from jetserve.tokenizer import Tokenizer
 from jetserve.types import EngineStats, FinishReason, Request, RequestOutput, SamplingParams
 
@@ -35,8 +35,19 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.allocator)
         self.guides = Guides(tokenizer, runner.vocab_size)
         self._streams: dict[Sequence, Stream] = {}
+        self._plan: StepPlan | None = None  # of the step under way, or that failed
+        self._outputs: list[RequestOutput] = []  # of that step, so far
         self._steps = self._prompt_tokens = self._output_tokens = 0
         self._finished: collections.Counter[FinishReason] = collections.Counter()
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Does what first requests would wait for: compiles every program, and reads the vocabulary for guides.
+
+        Args:
+          progress: called with (programs done, programs in all).
+        """
+        self.guides.warm_up()
+        self.runner.warm_up(progress)
 
     def prepare(self, request: Request) -> None:
         """Does ahead of `submit`, in any thread, what may take it long: compiling a guide.
@@ -90,11 +101,20 @@ class Engine:
         return [self._end(sequence) for sequence in self.scheduler.cancel(request_id)]
 
     def fail(self, error: str) -> list[RequestOutput]:
-        """Ends every request with an error, and forgets the cached prefixes, after `step` raised."""
-        outputs = []
-        for sequence in self.scheduler.sequences:
-            self.scheduler.finish(sequence, FinishReason.ERROR)
-            outputs.append(self._end(sequence, error))
+        """After `step` raised: ends the requests that it was computing with an error, after what else it had brought.
+
+        The others go on. Those that run are computed again, as the step may have taken the pages with it. All end where
+        it is not known who was computed.
+        """
+        outputs, plan = self._outputs, self._plan
+        self._outputs, self._plan = [], None
+        outputs += [self._end(sequence) for sequence in [*self._streams] if sequence.finished]
+        touched = self.scheduler.sequences if plan is None else [entry.sequence for entry in plan.entries]
+        for request_id in dict.fromkeys(sequence.request_id for sequence in touched):
+            for sequence in self.scheduler.sequences_of(request_id):
+                self.scheduler.finish(sequence, FinishReason.ERROR)
+                outputs.append(self._end(sequence, error))
+        self.scheduler.preempt_all()
         self.allocator.clear()
         self.runner.restore_cache()
         return outputs
@@ -104,11 +124,17 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step, and returns what is new of every sequence that it touched."""
-        plan = self.scheduler.schedule(time.monotonic())
-        outputs = [self._end(sequence) for sequence in plan.expired]
-        if not plan.entries:
-            return outputs
+        """Computes one step, and returns what is new of every sequence that it touched. If it raises, call `fail`."""
+        self._plan, self._outputs = None, []
+        self._plan = self.scheduler.schedule(time.monotonic())
+        self._outputs += [self._end(sequence) for sequence in self._plan.expired]
+        if self._plan.entries:
+            self._compute(self._plan)
+        outputs, self._outputs, self._plan = self._outputs, [], None
+        return outputs
+
+    def _compute(self, plan: StepPlan) -> None:
+        outputs = self._outputs
         rows = {i: self._streams[entry.sequence].row() for i, entry in enumerate(plan.entries) if entry.samples}
         sampled = self.runner.run(plan, rows)
         for entry, token in zip(plan.entries, sampled, strict=True):
@@ -127,7 +153,6 @@ class Engine:
                 self.scheduler.finish(sequence, output.finish_reason)
                 self._forget(sequence)
             outputs.append(output)
-        return outputs
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Submits requests and yields their outputs until all have ended."""

@@ -44,8 +44,6 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self.end_ids = [token for token in tokenizer.eos_token_ids if token < vocab_size]
-        if not self.end_ids:
-            raise ValueError("the tokenizer has no end of sequence, which an answer with a guide needs")
         self.eos_token_id = self.end_ids[0]
         known = [token for token in range(vocab_size) if tokenizer.has_token(token)]
         self.tokens = [b""] * vocab_size
@@ -92,6 +90,7 @@ class Guides:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._has_end = any(token < vocab_size for token in tokenizer.eos_token_ids)
         self._compiled = functools.lru_cache(MAX_COMPILED)(self._compile)
 
     @functools.cached_property
@@ -101,14 +100,15 @@ class Guides:
 
     def warm_up(self) -> None:
         """Reads the vocabulary, for which the first guide would wait."""
-        assert self._vocabulary
+        if self._has_end:
+            assert self._vocabulary
 
     def prepare(self, guide: Guide) -> None:
         """Compiles a guide, so that `start` finds it.
 
         Raises:
           ValueError: for a guide that is malformed, too complex, of a kind that llguidance does not support, or that no
-            text of this vocabulary matches.
+            text of this vocabulary matches; or for any, if the tokenizer has no end of sequence.
         """
         self._compiled(guide)
 
@@ -125,6 +125,8 @@ class Guides:
         return self.start(guide)
 
     def _compile(self, guide: Guide) -> LLMatcher:
+        if not self._has_end:
+            raise ValueError(f"{guide.kind.value} cannot be used: this model's tokenizer has no end of sequence")
         compiled = LLMatcher(self._vocabulary, _grammar(guide), log_level=0, limits=LIMITS)
         if not compiled.is_error():
             # Some faults show only now. What the first mask takes to build serves every copy.
@@ -149,8 +151,10 @@ def _schema(source: str) -> dict[str, Any]:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json_schema is not JSON: {error}") from error
+    if schema is True:  # anything
+        return {}
     if not isinstance(schema, dict):
-        raise ValueError(f"json_schema is {source[:40]}; expected a JSON object")
+        raise ValueError(f"json_schema is {source[:40]}; expected an object")
     return schema
 
 

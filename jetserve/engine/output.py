@@ -117,4 +117,5 @@ class Stream:
             ),
             logprobs=logprobs,
             error=error,
+            started_time=sequence.started_time,
         )

@@ -56,6 +56,8 @@ class Sequence:
     num_computed_tokens: int = dataclasses.field(default=0, init=False)
     num_cached_tokens: int = dataclasses.field(default=0, init=False)
     """Tokens of the prompt that the prefix cache held when the sequence first started."""
+    started_time: float | None = dataclasses.field(default=None, init=False)
+    """When the sequence first started, in seconds of `time.monotonic`."""
     num_preemptions: int = dataclasses.field(default=0, init=False)
     finish_reason: FinishReason | None = dataclasses.field(default=None, init=False)
 
@@ -244,6 +246,11 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.finish_reason = reason
 
+    def preempt_all(self) -> None:
+        """Make every running sequence give up its pages and wait, to be computed again."""
+        while self._running:
+            self._preempt_worst()
+
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step. `now`: seconds of `time.monotonic`.
 
@@ -259,7 +266,7 @@ class Scheduler:
         for sequence in (*decoding, *prefilling):
             budget -= _enter(entries, sequence, budget)
         # Pages were short a moment ago: whoever starts now would be the next to lose them.
-        while budget and not preempted and (started := self._start_next()) is not None:
+        while budget and not preempted and (started := self._start_next(now)) is not None:
             budget -= _enter(entries, started, budget)
         entries.sort(key=lambda entry: entry.num_tokens > 1)
         self._plan = StepPlan(tuple(entries), tuple(expired), tuple(preempted))
@@ -338,7 +345,7 @@ class Scheduler:
         bisect.insort(self._waiting, sequence, key=lambda s: s.rank)
         return sequence
 
-    def _start_next(self) -> Sequence | None:
+    def _start_next(self, now: float) -> Sequence | None:
         """Start the first sequence that waits, sharing the pages of its prefix; None when there is no room for it."""
         if not self._waiting or len(self._running) >= self.config.max_sequences:
             return None
@@ -353,6 +360,7 @@ class Scheduler:
         sequence.num_computed_tokens = len(shared) * self.allocator.page_size
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
+            sequence.started_time = now
         return sequence
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> None:

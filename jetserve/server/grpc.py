@@ -5,9 +5,6 @@ Owns connections. Knows nothing of models, nor of when to stop: `serve` says tha
 
 import asyncio
 import contextlib
-import hmac
-import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,19 +18,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jetserve.config import ServerConfig
-from jetserve.engine.async_engine import AsyncEngine, DrainingError
-from jetserve.engine.scheduler import QueueFullError
-from jetserve.server import grpc_messages
+from jetserve.engine.async_engine import AsyncEngine
+from jetserve.server import auth, failures, grpc_messages
+from jetserve.server.failures import RETRY_AFTER_SECONDS, FailureKind
+from jetserve.server.metrics import Protocol
+from jetserve.server.observe import Observation, Observer
 from jetserve.server.proto import jetstream_pb2 as pb
-from jetserve.types import FinishReason
-
-logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 REQUEST_ID_KEY = "x-request-id"
 """Initial metadata of a call; a client that has received it knows that the engine has taken the request."""
-RETRY_AFTER_MS = 1000
-"""What a client is told to wait when the queue is full."""
 HAND_OVER_SECONDS = 0.3
 """What calls that have arrived are given to get to this server's code, which tells them that it stops."""
 
@@ -46,41 +40,23 @@ _OPTIONS = [
 ]
 
 
-class _EndedError(Exception):
-    """An answer that ended otherwise than by a STOP or a LENGTH of all its samples."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__(details)
-        self.code = code
-
-
-_ENDS = {
-    FinishReason.CANCELLED: (grpc.StatusCode.UNAVAILABLE, "the server stopped before the answer was complete"),
-    FinishReason.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "the answer was not complete in time"),
-    FinishReason.ERROR: (grpc.StatusCode.INTERNAL, "the engine failed"),
+_CODES = {
+    FailureKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    FailureKind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FailureKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    FailureKind.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    FailureKind.DEAD: grpc.StatusCode.INTERNAL,
+    FailureKind.INTERNAL: grpc.StatusCode.INTERNAL,
 }
-
-
-def _status_of(error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
-    """Code, details and trailing metadata."""
-    if isinstance(error, _EndedError):
-        return error.code, str(error), ()
-    if isinstance(error, QueueFullError):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), _retry_hint(str(error))
-    if isinstance(error, ValueError):
-        return grpc.StatusCode.INVALID_ARGUMENT, str(error), ()
-    if isinstance(error, DrainingError):
-        return grpc.StatusCode.UNAVAILABLE, str(error), ()
-    return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}", ()
 
 
 def _retry_hint(details: str) -> tuple[tuple[str, str | bytes], ...]:
     """As plain metadata, and as google.rpc.RetryInfo in the status that rich clients read."""
     detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_AFTER_MS // 1000)))
+    detail.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_AFTER_SECONDS)))
     code = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
     status = status_pb2.Status(code=code, message=details, details=[detail])
-    return ("retry-after-ms", str(RETRY_AFTER_MS)), ("grpc-status-details-bin", status.SerializeToString())
+    return ("retry-after-ms", str(1000 * RETRY_AFTER_SECONDS)), ("grpc-status-details-bin", status.SerializeToString())
 
 
 class Orchestrator:
@@ -89,8 +65,9 @@ class Orchestrator:
     It takes requests as bytes: gRPC would answer those that it cannot parse with UNKNOWN, and log each.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, observer: Observer) -> None:
         self._engine = engine
+        self._observer = observer
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `Server.add_generic_rpc_handlers`."""
@@ -107,35 +84,43 @@ class Orchestrator:
     async def decode(self, data: bytes, context: "grpc.aio.ServicerContext") -> None:
         """Streams an answer. A client that leaves cancels this coroutine, and so its request in the engine."""
         try:
-            await self._decode(_parse(data), context, time.monotonic())
-        except Exception as error:
-            code, details, trailing = _status_of(error)
-            if code is grpc.StatusCode.INTERNAL:
-                logger.error("a request ended with an error", exc_info=error)
-            await context.abort(code, details, trailing)
+            request_id = uuid.uuid4().hex
+            with self._observer.observe(Protocol.GRPC, request_id) as observation:
+                await self._decode(_parse(data), context, observation, request_id)
+        except Exception as error:  # noqa: BLE001  (each has a status; the observation has logged it)
+            code, details = _CODES[failures.kind_of(error)], failures.message_of(error)
+            await context.abort(
+                code, details, _retry_hint(details) if code is grpc.StatusCode.RESOURCE_EXHAUSTED else ()
+            )
 
     async def health_check(self, _data: bytes, _context: "grpc.aio.ServicerContext") -> pb.HealthCheckResponse:
         """Whether requests are served."""
         return pb.HealthCheckResponse(is_live=self._engine.is_live)
 
-    async def _decode(self, message: pb.DecodeRequest, context: "grpc.aio.ServicerContext", arrival: float) -> None:
+    async def _decode(
+        self,
+        message: pb.DecodeRequest,
+        context: "grpc.aio.ServicerContext",
+        observation: Observation,
+        request_id: str,
+    ) -> None:
         request = await asyncio.to_thread(  # a long text takes a while to become tokens
             grpc_messages.to_request,
             message,
             self._engine.engine.tokenizer,
-            request_id=uuid.uuid4().hex,
-            arrival=arrival,
+            request_id=request_id,
+            arrival=observation.arrival,
             seconds_left=context.time_remaining(),
         )
+        observation.begin(request.request_id, [request])
         text = grpc_messages.with_text(message)
         async with contextlib.aclosing(self._engine.generate(request)) as outputs:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request.request_id),))
             async for output in outputs:
+                observation.take(output)
                 if output.text or output.token_ids or output.finished:
                     await context.write(grpc_messages.to_response(output, samples=request.sampling.n, text=text))
-                if output.finish_reason in _ENDS:
-                    code, details = _ENDS[output.finish_reason]
-                    raise _EndedError(code, output.error or details)
+                failures.check(output)
 
 
 def _parse(data: bytes) -> pb.DecodeRequest:
@@ -145,16 +130,14 @@ def _parse(data: bytes) -> pb.DecodeRequest:
         raise ValueError(f"{error}; expected a DecodeRequest, with text in UTF-8") from error
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets in calls with the right bearer token, and all that ask after the server's health."""
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Lets in calls with the right key, and all that ask after the server's health."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, key: str) -> None:
+        self._key = key
 
         async def refuse(_request: Any, context: "grpc.aio.ServicerContext") -> None:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, 'expected metadata "authorization: Bearer TOKEN" with the right token'
-            )
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, auth.EXPECTED)
 
         self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
 
@@ -165,8 +148,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         if not handler_call_details.method.startswith(_OPEN_TO_ALL):
             found = dict(handler_call_details.invocation_metadata).get("authorization", "")
-            found = found if isinstance(found, bytes) else found.encode()
-            if not hmac.compare_digest(found, self._expected):
+            if not auth.is_right(found, self._key):
                 return self._refusal
         return await continuation(handler_call_details)
 
@@ -182,15 +164,11 @@ class GrpcServer:
 
         Raises:
           OSError: if a file that the configuration names cannot be read.
-          ValueError: if the file of the token is empty.
+          ValueError: if there is a key that cannot be one.
           RuntimeError: if the port cannot be had.
         """
-        interceptors = []
-        if config.auth_token_file is not None:
-            token = config.auth_token_file.read_text(encoding="utf-8").strip()
-            if not token:
-                raise ValueError(f"{config.auth_token_file} is empty; expected a token")
-            interceptors.append(TokenInterceptor(token))
+        key = auth.key_of(config)
+        interceptors = [] if key is None else [KeyInterceptor(key)]
         size = config.max_message_bytes
         limits = [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
         self._server = grpc.aio.server(interceptors=interceptors, options=[*_OPTIONS, *limits])
@@ -211,9 +189,9 @@ class GrpcServer:
                 " process has (--grpc_port), and a certificate and key that belong together"
             ) from error
 
-    async def start(self, engine: AsyncEngine) -> None:
+    async def start(self, engine: AsyncEngine, observer: Observer) -> None:
         """Takes calls, for `engine` to answer."""
-        self._server.add_generic_rpc_handlers((Orchestrator(engine).handler(),))
+        self._server.add_generic_rpc_handlers((Orchestrator(engine, observer).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)

@@ -6,14 +6,20 @@ Owns the order of things and what signals mean. Knows nothing of protocols.
 import asyncio
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from jetserve.config import EngineConfig, ModelSource, ServerConfig
+from jetserve.config import EngineConfig, LogFormat, ModelSource, ServerConfig
 from jetserve.engine import build
 from jetserve.engine.async_engine import AsyncEngine, State
 from jetserve.engine.engine import Engine
+from jetserve.server import logs
 from jetserve.server.grpc import GrpcServer
+from jetserve.server.metrics import Metrics
+from jetserve.server.observe import Observer
+from jetserve.server.openai.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +40,15 @@ class _Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-def _warm_up(engine: Engine) -> None:
+Progress = Callable[[str], None]
+"""Is told in words how far the start is."""
+
+
+def _warm_up(engine: Engine, progress: Progress) -> None:
     """Compiles all that serving can need, so that no request waits for it."""
     started = time.monotonic()
     logger.info("compiling, or reading from the cache, every program that requests can need")
-    engine.runner.warm_up()
+    engine.warm_up(lambda done, total: progress(f"program {done} of {total} is being compiled"))
     logger.info("warmed up in %.1f s", time.monotonic() - started)
 
 
@@ -46,35 +56,100 @@ async def _first_of(*waits: "asyncio.Task[object]") -> None:
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _drain(engine: AsyncEngine, server: GrpcServer, seconds: float) -> None:
+async def _in_thread(work: Callable[[], Engine]) -> Engine:
+    """Like `asyncio.to_thread`, in a thread that no process waits for."""
+    loop, made = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def finish(engine: Engine | None, error: Exception | None) -> None:
+        if made.cancelled():
+            return
+        if error is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(engine)
+
+    def run() -> None:
+        try:
+            engine = work()
+        except Exception as error:  # noqa: BLE001  (raised again by who waits)
+            loop.call_soon_threadsafe(finish, None, error)
+        else:
+            loop.call_soon_threadsafe(finish, engine, None)
+
+    threading.Thread(target=run, name="jetserve-load", daemon=True).start()
+    return await made
+
+
+class _Servers:
+    """Those that a configuration asks for, as one."""
+
+    def __init__(self, config: ServerConfig, profile_folder: Path) -> None:
+        self._host = config.host
+        self._grpc = None if config.grpc_port is None else GrpcServer(config)
+        self._http = None if config.http_port is None else HttpServer(config, profile_folder=profile_folder)
+
+    def __str__(self) -> str:
+        grpc = [] if self._grpc is None else [f"gRPC on {self._host}:{self._grpc.port}"]
+        http = [] if self._http is None else [f"HTTP on {self._http.url}"]
+        return ", ".join(grpc + http)
+
+    def tell_progress(self, text: str) -> None:
+        if self._http is not None:
+            self._http.tell_progress(text)
+
+    async def open(self) -> None:
+        """Health is told from here on."""
+        if self._http is not None:
+            await self._http.open()
+
+    async def start(self, engine: AsyncEngine, observer: Observer, *, model: str) -> None:
+        if self._grpc is not None:
+            await self._grpc.start(engine, observer)
+        if self._http is not None:
+            await self._http.start(engine, observer, model=model)
+
+    async def say_not_serving(self) -> None:
+        for server in self._all:
+            await server.say_not_serving()
+
+    async def stop(self, seconds: float) -> None:
+        await asyncio.gather(*(server.stop(seconds) for server in self._all))
+
+    @property
+    def _all(self) -> list[GrpcServer | HttpServer]:
+        return [server for server in (self._grpc, self._http) if server is not None]
+
+
+async def _drain(engine: AsyncEngine, servers: _Servers, seconds: float) -> None:
     """Lets requests finish and slow clients read their answers, both within `seconds`."""
     end = time.monotonic() + seconds
     await engine.drain(seconds)
-    await server.stop(max(end - time.monotonic(), FLUSH_SECONDS))
+    await servers.stop(max(end - time.monotonic(), FLUSH_SECONDS))
 
 
-async def _serve(config: ServerConfig, make_engine: Callable[[], Engine]) -> int:
-    server = GrpcServer(config)
-    loaded = make_engine()
-    if config.warm_up:
-        _warm_up(loaded)
-    signals = _Signals()  # until here they end the process at once, as nobody is served yet
+async def _serve(
+    config: ServerConfig, make_engine: Callable[[Progress], Engine], *, model: str, profile_folder: Path
+) -> int:
+    servers = _Servers(config, profile_folder)
+    await servers.open()
+    loaded = await _in_thread(lambda: make_engine(servers.tell_progress))
+    signals = _Signals()
     engine = AsyncEngine(loaded)
-    await server.start(engine)
-    logger.info("ready: gRPC on %s:%d", config.host, server.port)
+    await servers.start(engine, Observer(Metrics(engine, model=model), log=config.log_requests), model=model)
+    logger.info("ready: %s", servers)
     ended: asyncio.Task[object] = asyncio.create_task(engine.wait_until_ended())
     asked: asyncio.Task[object] = asyncio.create_task(signals.first.wait())
     await _first_of(ended, asked)
     has_failed = ended.done()
-    await server.say_not_serving()
+    await servers.say_not_serving()
     if not has_failed:
         logger.info("draining: running requests have %g s to finish; another signal ends them", config.drain_seconds)
-        drained: asyncio.Task[object] = asyncio.create_task(_drain(engine, server, config.drain_seconds))
+        drained: asyncio.Task[object] = asyncio.create_task(_drain(engine, servers, config.drain_seconds))
         now: asyncio.Task[object] = asyncio.create_task(signals.second.wait())
         await _first_of(drained, now)
         now.cancel()
     await engine.stop()
-    await server.stop(FLUSH_SECONDS)
+    await servers.stop(FLUSH_SECONDS)
     for task in (asked, ended):
         task.cancel()
     if not has_failed:
@@ -101,8 +176,23 @@ def run(
       ValueError, RuntimeError, OSError: if the port cannot be had or the model cannot be loaded.
     """
 
-    def make_engine() -> Engine:
-        logger.info("loading %s", build.model_name(source))
-        return build.build_engine(source, engine_config, max_length=max_length)
+    if config.log_format is LogFormat.JSON:
+        logs.use_json()
 
-    return asyncio.run(_serve(config, make_engine))
+    def make_engine(progress: Progress) -> Engine:
+        logger.info("loading %s", build.model_name(source))
+        engine = build.build_engine(source, engine_config, max_length=max_length)
+        if config.warm_up:
+            _warm_up(engine, progress)
+        return engine
+
+    # Until signals are handled they end the process at once. Python's own way to end on SIGINT would take the
+    # interpreter away from the thread that loads the model.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    model = config.served_model_name or _public_name(build.model_name(source))
+    return asyncio.run(_serve(config, make_engine, model=model, profile_folder=source.cache_dir / "profiles"))
+
+
+def _public_name(name: str) -> str:
+    """A path's last part: where a model lies is not for clients to know."""
+    return Path(name).resolve().name if Path(name).exists() else name

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -68,6 +69,15 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source)
+
+
+def reads(source: str, name: str) -> bool:
+    """Whether the template `source` looks at the variable `name`. Raises ValueError if it is not valid Jinja."""
+    environment = jinja2.Environment(extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+    try:
+        return name in jinja2.meta.find_undeclared_variables(environment.parse(source))
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
 
 
 def _plain(value: object, where: str) -> object:

@@ -187,6 +187,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)
 
+    @property
+    def has_tool_template(self) -> bool:
+        """Whether a template tells the model of `tools`."""
+        source = self.chat_template
+        return "tool_use" in self._chat_templates or (source is not None and chat_template.reads(source, "tools"))
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

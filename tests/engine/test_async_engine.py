@@ -7,6 +7,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -24,7 +25,7 @@ from jetserve.engine.runner import Runner
 from jetserve.engine.scheduler import QueueFullError
 from jetserve.parallel.mesh import make_mesh
 from jetserve.testing import make_tiny_checkpoint
-from jetserve.types import EngineStats, FinishReason, Request, RequestOutput, SamplingParams, Usage
+from jetserve.types import EngineStats, FinishReason, Guide, GuideKind, Request, RequestOutput, SamplingParams, Usage
 
 TIMEOUT = 60.0
 
@@ -32,13 +33,16 @@ TIMEOUT = 60.0
 class FakeEngine:
     """Answers a prompt (t, …) with tokens t, t, …: one a step for every request. It checks that one thread calls it.
 
-    `gate`: a step waits for it. `fail_next`: how many steps are to raise.
+    `gate`: a step waits for it. `guide_gate`: so does the compiling of a guide; "(" is a bad one. `fail_next`: how many
+    steps are to raise.
     """
 
     def __init__(self, max_queue: int = 1000) -> None:
         self.config = EngineConfig(max_queue=max_queue)
         self.gate = threading.Event()
         self.gate.set()
+        self.guide_gate = threading.Event()
+        self.guide_gate.set()
         self.in_step = threading.Event()
         self.fail_next = 0
         self.steps = 0
@@ -49,6 +53,13 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.live)
+
+    def prepare(self, request: Request) -> None:
+        assert threading.get_ident() not in self._threads
+        assert self.guide_gate.wait(TIMEOUT)
+        assert request.sampling.guide is not None
+        if request.sampling.guide.source == "(":
+            raise ValueError("bad guide")
 
     def submit(self, request: Request) -> None:
         self._threads.add(threading.get_ident())
@@ -120,8 +131,11 @@ class FakeEngine:
         )
 
 
-def request_of(name: str, token: int = 7, max_tokens: int = 3, n: int = 1, **fields: Any) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, n=n, temperature=0, ignore_eos=True)
+def request_of(
+    name: str, token: int = 7, max_tokens: int = 3, n: int = 1, regex: str | None = None, **fields: Any
+) -> Request:
+    guide = None if regex is None else Guide(kind=GuideKind.REGEX, source=regex)
+    sampling = SamplingParams(max_tokens=max_tokens, n=n, temperature=0, ignore_eos=True, guide=guide)
     return Request(request_id=name, prompt_token_ids=(token,), sampling=sampling, **fields)
 
 
@@ -150,6 +164,7 @@ def play(fake: Any, scene: Callable[[AsyncEngine], Awaitable[None]]) -> AsyncEng
         finally:
             if isinstance(fake, FakeEngine):
                 fake.gate.set()
+                fake.guide_gate.set()
             await engine.stop()
         return engine
 
@@ -425,6 +440,78 @@ def test_a_step_that_never_ends_does_not_keep_callers(fake: FakeEngine) -> None:
     play(fake, scene)
 
 
+# Guides, which take a while to compile.
+
+
+def test_a_guide_is_compiled_while_others_are_served(fake: FakeEngine) -> None:
+    async def scene(engine: AsyncEngine) -> None:
+        fake.guide_gate.clear()
+        guided = asyncio.create_task(answer(engine, request_of("guided", token=5, regex="a")))
+        await until(lambda: engine.stats().waiting == 1)
+        for i in range(3):
+            assert tokens_of(await answer(engine, request_of(f"r{i}"))) == [7] * 3
+        assert not guided.done()
+        fake.guide_gate.set()
+        assert tokens_of(await guided) == [5] * 3
+
+    play(fake, scene)
+
+
+def test_a_bad_guide_is_refused_at_once_whatever_the_engine_does(fake: FakeEngine) -> None:
+    async def scene(engine: AsyncEngine) -> None:
+        fake.gate.clear()
+        good = asyncio.create_task(answer(engine, request_of("good", max_tokens=50)))
+        await until(fake.in_step.is_set)
+        with pytest.raises(ValueError, match="bad guide"):
+            await answer(engine, request_of("bad", regex="("))
+        assert engine.stats().waiting == 0
+        fake.gate.set()
+        assert tokens_of(await good) == [7] * 50
+
+    play(fake, scene)
+
+
+def test_guides_that_are_compiled_count_as_waiting() -> None:
+    fake = FakeEngine(max_queue=10)
+
+    async def scene(engine: AsyncEngine) -> None:
+        fake.guide_gate.clear()
+        flood = [asyncio.create_task(answer(engine, request_of(f"r{i}", regex="a"))) for i in range(100)]
+        await until(lambda: sum(task.done() for task in flood) == 90)
+        with pytest.raises(QueueFullError):
+            await answer(engine, request_of("plain"))
+        fake.guide_gate.set()
+        results = await asyncio.gather(*flood, return_exceptions=True)
+        assert sum(isinstance(result, list) for result in results) == 10
+        assert engine.stats().waiting == 0
+
+    play(fake, scene)
+
+
+@pytest.mark.parametrize("way", ["leave", "drain", "stop"])
+def test_a_request_that_ends_while_its_guide_is_compiled(fake: FakeEngine, way: str) -> None:
+    async def scene(engine: AsyncEngine) -> None:
+        fake.guide_gate.clear()
+        guided = asyncio.create_task(answer(engine, request_of("guided", n=2, regex="a")))
+        await until(lambda: engine.stats().waiting == 1)
+        if way == "leave":
+            guided.cancel()
+            await until(lambda: not engine._shared.open)
+        elif way == "drain":
+            await engine.drain(0)
+            outputs = await guided
+            assert [(o.index, o.finish_reason) for o in outputs] == [(i, FinishReason.CANCELLED) for i in range(2)]
+        else:
+            await engine.stop()
+            with pytest.raises(DrainingError):
+                await guided
+        fake.guide_gate.set()
+        await until(lambda: engine.stats().waiting == 0)
+        assert (fake.live, fake.finished) == ({}, {})
+
+    play(fake, scene)
+
+
 # The tiny model.
 
 
@@ -468,6 +555,31 @@ def test_two_hundred_at_once_each_get_their_own_answer(real: Engine) -> None:
             assert outputs[-1].finish_reason is FinishReason.LENGTH
         assert engine.stats().pages_used == 0
         assert engine.stats().running == engine.stats().waiting == 0
+
+    play(real, scene)
+
+
+def test_guided_answers_reach_their_callers(real: Engine) -> None:
+    def guided(name: str, regex: str, seed: int = 0) -> Request:
+        guide = Guide(kind=GuideKind.REGEX, source=regex)
+        return Request(
+            request_id=name, prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=40, seed=seed, guide=guide)
+        )
+
+    async def scene(engine: AsyncEngine) -> None:
+        results = await asyncio.gather(
+            *(answer(engine, guided(f"g{i}", f"[a-z]{{{i + 1}}}", seed=i)) for i in range(12)),
+            answer(engine, guided("bad", "(")),
+            answer(engine, real_request(3)),
+            return_exceptions=True,
+        )
+        for i, outputs in enumerate(results[:12]):
+            assert isinstance(outputs, list)
+            assert re.fullmatch(f"[a-z]{{{i + 1}}}", "".join(output.text for output in outputs))
+            assert outputs[-1].finish_reason is FinishReason.STOP
+        assert isinstance(results[12], ValueError)
+        assert isinstance(results[13], list)
+        assert len(tokens_of(results[13])) == 7
 
     play(real, scene)
 

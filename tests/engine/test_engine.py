@@ -5,6 +5,7 @@ import itertools
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -311,24 +312,56 @@ def test_deadline() -> None:
     assert engine.stats().pages_used == 0
 
 
-def test_a_step_that_fails_ends_every_request_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    expected = ask(make_engine(), prompt_of(20)).tokens
-    assert ask(engine, prompt_of(20)).tokens == expected
-    for request in mixed_requests(5):
+def lose(engine: Engine) -> Callable[..., Any]:
+    """A `Runner.run` that fails when the pages have been given away already."""
+
+    def run(*_: Any) -> Any:
+        for leaf in jax.tree.leaves(engine.runner._cache):
+            leaf.delete()
+        raise RuntimeError("device lost")
+
+    return run
+
+
+def test_a_step_that_fails_ends_those_it_computed_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(max_sequences=2)
+    requests = mixed_requests(5)
+    expected = alone(PLAIN, requests, max_sequences=2)
+    cached = ask(engine, prompt_of(20)).tokens
+    late = dataclasses.replace(requests[4], request_id="late", deadline=time.monotonic() + 0.01)
+    two = dataclasses.replace(requests[0], sampling=dataclasses.replace(requests[0].sampling, n=2))
+    for request in (requests[1], two, *requests[2:], late):  # the second sample of "r0" waits
         engine.submit(request)
     engine.step()
+    time.sleep(0.02)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+        patch.setattr(engine.runner, "run", lose(engine))
         with pytest.raises(RuntimeError, match="device lost"):
             engine.step()
     failed = engine.fail("device lost")
-    assert {(output.request_id, output.finish_reason, output.error) for output in failed} == {
-        (f"r{i}", FinishReason.ERROR, "device lost") for i in range(5)
+    assert {(output.request_id, output.index, output.finish_reason, output.error) for output in failed} == {
+        ("late", 0, FinishReason.DEADLINE, None),
+        ("r1", 0, FinishReason.ERROR, "device lost"),
+        ("r0", 0, FinishReason.ERROR, "device lost"),
+        ("r0", 1, FinishReason.ERROR, "device lost"),
     }
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().pages_used) == (0, 3, 0)
+    assert tokens_of(run(engine, [])) == {name: expected[name] for name in ("r2", "r3", "r4")}
+    again = ask(engine, prompt_of(20))
+    assert (again.tokens, again.last.usage.cached_tokens) == (cached, 0)
+
+
+def test_a_failure_before_anything_was_planned_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(max_sequences=2)
+    for request in mixed_requests(4):
+        engine.submit(request)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "_secure_pages", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert {output.request_id for output in engine.fail("bug")} == {f"r{i}" for i in range(4)}
     assert (engine.has_work, engine.stats().pages_used) == (False, 0)
-    answer = ask(engine, prompt_of(20))
-    assert (answer.tokens, answer.last.usage.cached_tokens) == (expected, 0)
 
 
 # What is refused

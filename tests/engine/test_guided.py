@@ -244,7 +244,8 @@ def test_logprobs_are_the_models_own() -> None:
 BAD = [
     (GuideKind.JSON_SCHEMA, "{", "json_schema is not JSON"),
     (GuideKind.JSON_SCHEMA, "[" * 50_000, "json_schema is not JSON"),
-    (GuideKind.JSON_SCHEMA, "[1]", "expected a JSON object"),
+    (GuideKind.JSON_SCHEMA, "[1]", "expected an object"),
+    (GuideKind.JSON_SCHEMA, "false", "expected an object"),
     (GuideKind.JSON_SCHEMA, '{"type": "colour"}', "json_schema cannot be used: Invalid type: colour"),
     (GuideKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
     (GuideKind.JSON_SCHEMA, '{"$ref": "http://localhost/x.json"}', "does not fetch"),
@@ -285,6 +286,15 @@ def test_a_guide_that_gets_stuck_ends_its_answer_alone_with_the_reason() -> None
     assert answers["stuck", 0].reason is FinishReason.ERROR
     assert "cannot go on as its regex asks" in answers["stuck", 0].last.error
     assert all(len(answers[request.request_id, 0].text) == 9 for request in good)
+
+
+def test_without_an_end_of_sequence_there_are_no_guides() -> None:
+    endless = Tokenizer.from_folder(checkpoint())
+    endless.eos_token_ids = ()
+    engine = Engine(runner_of(PLAIN, max_length=LENGTH), endless)
+    engine.guides.warm_up()
+    with pytest.raises(ValueError, match="no end of sequence"):
+        engine.prepare(requests_of(guided(GuideKind.JSON_OBJECT), 1)[0])
 
 
 class Lacking(Tokenizer):

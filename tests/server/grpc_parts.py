@@ -21,6 +21,8 @@ from jetserve.engine.runner import Runner
 from jetserve.engine.scheduler import Scheduler
 from jetserve.parallel.mesh import make_mesh
 from jetserve.server.grpc import GrpcServer
+from jetserve.server.metrics import Metrics
+from jetserve.server.observe import Observer
 from jetserve.server.proto import jetstream_pb2 as pb
 from jetserve.server.proto.jetstream_pb2_grpc import OrchestratorStub
 from jetserve.testing import make_tiny_checkpoint
@@ -88,7 +90,7 @@ async def serving(
         else grpc.aio.secure_channel(address, credentials, [("grpc.ssl_target_name_override", "localhost")])
     )
     try:
-        await server.start(front)
+        await server.start(front, Observer(Metrics(front, model="tiny")))
         yield Served(front, server, channel)
     finally:
         await channel.close()

@@ -93,7 +93,7 @@ def test_a_token_is_sent(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("secret")
     short = dataclasses.replace(LONG, max_tokens=3)
-    with_client(lambda client, _: len(client.generate("hello", short).token_ids), token="secret", auth_token_file=file)
+    with_client(lambda client, _: len(client.generate("hello", short).token_ids), token="secret", api_key_file=file)
 
 
 def test_importing_it_takes_no_jax() -> None:

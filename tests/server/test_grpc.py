@@ -4,13 +4,13 @@ import asyncio
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from gate import Gate
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_parts import (
@@ -20,7 +20,6 @@ from grpc_parts import (
     loaded,
     make_engine,
     play,
-    runner,
     serving,
     text_of,
     text_request,
@@ -30,7 +29,8 @@ from grpc_parts import (
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jetserve.config import ServerConfig
-from jetserve.server.grpc import RETRY_AFTER_MS, GrpcServer
+from jetserve.server.failures import RETRY_AFTER_SECONDS
+from jetserve.server.grpc import GrpcServer
 from jetserve.server.proto import jetstream_pb2 as pb
 from jetserve.types import Request, SamplingParams
 
@@ -44,23 +44,6 @@ def reference(text: str, max_tokens: int = 8, **sampling: Any) -> tuple[list[int
     prompt = tuple(engine.tokenizer.encode(text, add_special_tokens=True))
     outputs = list(engine.run([Request(request_id="r", prompt_token_ids=prompt, sampling=params)]))
     return [token for output in outputs for token in output.token_ids], "".join(output.text for output in outputs)
-
-
-class Gate:
-    """Holds the steps of an engine, or makes them fail."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.entered, self.fail = threading.Event(), threading.Event(), False
-        real = runner().run
-
-        def run(*args: Any) -> Any:
-            self.entered.set()
-            assert self.open.wait(TIMEOUT)
-            if self.fail:
-                raise RuntimeError("injected")
-            return real(*args)
-
-        monkeypatch.setattr(runner(), "run", run)
 
 
 @pytest.fixture
@@ -288,10 +271,10 @@ def test_a_full_queue_is_refused_with_a_hint_when_to_retry(gate: Gate) -> None:
             assert error.code() is Code.RESOURCE_EXHAUSTED
             assert "queue is full" in error.details()
             trailing = dict(error.trailing_metadata())
-            assert trailing["retry-after-ms"] == str(RETRY_AFTER_MS)
+            assert trailing["retry-after-ms"] == str(1000 * RETRY_AFTER_SECONDS)
             info = error_details_pb2.RetryInfo()
             assert status_pb2.Status.FromString(trailing["grpc-status-details-bin"]).details[0].Unpack(info)
-            assert 1000 * info.retry_delay.seconds == RETRY_AFTER_MS
+            assert info.retry_delay.seconds == RETRY_AFTER_SECONDS
         assert len(tokens_of(await running)) == 8
 
     play(scene, make_engine(max_queue=2))
@@ -437,7 +420,7 @@ def test_a_token_is_wanted_for_all_but_health(tmp_path: Path) -> None:
         assert await health_of(served) == health_pb2.HealthCheckResponse.SERVING
         assert (await served.stub.HealthCheck(pb.HealthCheckRequest())).is_live
 
-    play(scene, auth_token_file=file)
+    play(scene, api_key_file=file)
 
 
 def test_an_empty_token_is_refused(tmp_path: Path) -> None:
@@ -445,9 +428,9 @@ def test_an_empty_token_is_refused(tmp_path: Path) -> None:
     file.write_text("\n")
 
     async def main() -> None:
-        GrpcServer(ServerConfig(grpc_port=0, auth_token_file=file))
+        GrpcServer(ServerConfig(grpc_port=0, api_key_file=file))
 
-    with pytest.raises(ValueError, match="is empty; expected a token"):
+    with pytest.raises(ValueError, match="holds no key; expected"):
         asyncio.run(main())
 
 

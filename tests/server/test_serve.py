@@ -1,6 +1,7 @@
 """The server as a process: what signals do while requests run, and what an engine that fails for good does."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_parts import text_request, tokens_of
 
@@ -37,7 +39,14 @@ class Process:
     """A server on a port of its own; `log` is what it has written so far."""
 
     def __init__(self, checkpoint: Path, *flags: str, command: tuple[str, ...] = ("run_server.py",)) -> None:
-        settings = ["--grpc_port=0", "--batch_size=1", "--max_step_tokens=16", "--max_cache_length=512", *flags]
+        settings = [
+            "--grpc_port=0",
+            "--http_port=0",
+            "--batch_size=1",
+            "--max_step_tokens=16",
+            "--max_cache_length=512",
+            *flags,
+        ]
         self.process = subprocess.Popen(
             [sys.executable, *command, f"--checkpoint_path={checkpoint}", *settings],
             cwd=ROOT,
@@ -65,6 +74,10 @@ class Process:
     def stub(self, stack: contextlib.ExitStack) -> OrchestratorStub:
         port = self.wait_for(r"ready: gRPC on 127\.0\.0\.1:(\d+)")[1]
         return OrchestratorStub(stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}")))
+
+    def http(self) -> str:
+        """Where it serves HTTP, which it does before the model is loaded."""
+        return self.wait_for(r"HTTP on (http://127\.0\.0\.1:\d+)")[1]
 
     def wait(self) -> int:
         code = self.process.wait(TIMEOUT)
@@ -106,6 +119,45 @@ def test_sigterm_lets_running_requests_finish(checkpoint: Path, stack: contextli
         assert len(tokens_of(its_responses)) == 300
     assert process.wait() == 0
     assert process.log.splitlines()[-1] == "stopped"
+    assert "Traceback" not in process.log
+
+
+def test_http_streams_finish_too_and_new_requests_are_refused(checkpoint: Path, stack: contextlib.ExitStack) -> None:
+    process = start(stack, checkpoint, "--log_format=json", "--served_model_name=mine")
+    client = stack.enter_context(httpx.Client(base_url=process.http(), timeout=TIMEOUT, trust_env=False))
+    assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
+    body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.process.send_signal(signal.SIGTERM)
+        process.wait_for("draining")
+        refused = client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert process.wait() == 0
+    log = [json.loads(line) for line in process.log.splitlines()]
+    assert log[-1]["message"] == "stopped"
+    ended = [line for line in log if "outcome" in line]
+    assert [(line["outcome"], line["output_tokens"]) for line in ended] == [("unavailable", 0), ("length", 300)]
+
+
+def test_one_protocol_alone(checkpoint: Path, stack: contextlib.ExitStack) -> None:
+    process = start(stack, checkpoint, "--grpc_port=-1", "--warmup=False")
+    url = process.http()
+    assert "gRPC" not in process.log
+    assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+    process.process.send_signal(signal.SIGINT)
+    assert process.wait() == 0
+
+
+def test_a_server_that_is_loading_can_be_stopped(checkpoint: Path, stack: contextlib.ExitStack) -> None:
+    process = start(stack, checkpoint)
+    process.wait_for("compiling")
+    process.process.send_signal(signal.SIGINT)
+    assert process.wait() == -signal.SIGINT
     assert "Traceback" not in process.log
 
 
