@@ -38,9 +38,17 @@ class GuideKind(enum.Enum):
     GRAMMAR = "grammar"
 
 
+class FieldError(ValueError):
+    """`field` has a value that it cannot have."""
+
+    def __init__(self, field: str, found: object, expected: str) -> None:
+        super().__init__(f"{field} is {found!r}; expected {expected}")
+        self.field = field
+
+
 def _require(ok: bool, field: str, found: object, expected: str) -> None:
     if not ok:
-        raise ValueError(f"{field} is {found!r}; expected {expected}")
+        raise FieldError(field, found, expected)
 
 
 def _is_integer(value: object) -> bool:

@@ -217,6 +217,7 @@ def test_some_function_is_called(parallel: bool) -> None:
                 continue
             assert choice.finish_reason == "tool_calls"
             assert parallel or len(choice.message.tool_calls) == 1
+            assert choice.message.content is None
             for call in choice.message.tool_calls:
                 check(call.function.name, call.function.arguments)
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from jetserve.server import failures
 from jetserve.server.failures import RETRY_AFTER_SECONDS, FailureKind
 from jetserve.server.openai import protocol
+from jetserve.types import FieldError
 
 INVALID_REQUEST = "invalid_request_error"
 _RETRY = {"retry-after": str(RETRY_AFTER_SECONDS)}
@@ -78,6 +79,8 @@ def api_error_of(error: Exception) -> ApiError:
     match failures.kind_of(error):
         case FailureKind.INVALID if isinstance(error, InvalidRequestError):
             return ApiError(error.status, message, param=error.param, code=error.code)
+        case FailureKind.INVALID if isinstance(error, FieldError):
+            return ApiError(400, message, param=error.field)
         case FailureKind.INVALID:
             return ApiError(400, message)
         case FailureKind.QUEUE_FULL:

@@ -186,9 +186,8 @@ def guide_of(body: ChatBody) -> Guide | None:
         for tool in tools
     ]
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    if body.parallel_tool_calls is False:
-        return json_guide(one)
-    return json_guide({"type": "array", "items": one, "minItems": 1})
+    # Where a list of calls is possible, small models go on with it for ever.
+    return json_guide({"type": "array", "items": one, "minItems": 1} if body.parallel_tool_calls else one)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
