@@ -28,6 +28,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
+@pytest.mark.slow
 def test_histograms_count_what_was_asked() -> None:
     async def scene(served: Served) -> None:
         for _ in range(3):
@@ -62,6 +63,7 @@ def test_histograms_count_what_was_asked() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_gauges_follow_the_engine(gate: Gate) -> None:
     async def scene(served: Served) -> None:
         assert await served.metric("jetserve_kv_pages_used") == 0
@@ -84,6 +86,7 @@ def test_gauges_follow_the_engine(gate: Gate) -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_both_protocols_are_counted_by_the_same_hand() -> None:
     async def scene(served: Served) -> None:
         metrics = Metrics(served.engine, model="tiny")
@@ -187,6 +190,7 @@ def test_errors_in_json_carry_their_traceback() -> None:
     assert "ValueError: broken" in line["exception"]
 
 
+@pytest.mark.slow
 def test_the_profiler_is_for_this_machine_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 

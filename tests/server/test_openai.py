@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from grpc_parts import loaded, make_engine
 from http_parts import HELLO, MODEL, Served, play
 
@@ -50,6 +51,7 @@ def test_a_chat_is_answered_with_text_reason_and_usage() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_streamed_chat_is_the_same_in_pieces() -> None:
     async def scene(served: Served) -> None:
         fields = {"temperature": 1.5, "seed": 11, "max_tokens": 40, "n": 2}
@@ -92,6 +94,7 @@ def test_no_stream_carries_half_a_character() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_completions_take_texts_and_tokens_one_or_several() -> None:
     expected = reference(hello())
     other = reference(hello("other"))
@@ -117,6 +120,7 @@ def test_completions_take_texts_and_tokens_one_or_several() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_chat_may_fill_the_cache() -> None:
     async def scene(served: Served) -> None:
         answer = await served.chat(max_tokens=None)
@@ -127,6 +131,7 @@ def test_a_chat_may_fill_the_cache() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_sampling_is_the_requests_own() -> None:
     async def scene(served: Served) -> None:
         greedy = (await served.complete(max_tokens=12)).choices[0].text
@@ -169,6 +174,7 @@ def test_stops_end_an_answer() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_logprobs_of_a_chat() -> None:
     async def scene(served: Served) -> None:
         answer = await served.chat(logprobs=True, top_logprobs=3)
@@ -190,6 +196,7 @@ def test_logprobs_of_a_chat() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_logprobs_do_not_tell_the_token_that_ended_the_answer() -> None:
     async def scene(served: Served) -> None:
         fields = {"logit_bias": {"2": 100}, "extra_body": {"ignore_eos": False}}
@@ -199,6 +206,7 @@ def test_logprobs_do_not_tell_the_token_that_ended_the_answer() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_logprobs_of_a_completion() -> None:
     euro = {str(tokenizer().encode("€", add_special_tokens=False)[0]): 100}
 
@@ -219,6 +227,7 @@ def test_logprobs_of_a_completion() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_messages_may_be_parts_and_roles_of_every_kind() -> None:
     same = [
         {"role": "developer", "content": "Be brief."},
@@ -236,6 +245,7 @@ def test_messages_may_be_parts_and_roles_of_every_kind() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_last_message_may_be_continued() -> None:
     begun = [*HELLO, {"role": "assistant", "content": "The answer"}]
     text = tokenizer().render_chat(begun, add_generation_prompt=False)
@@ -250,6 +260,7 @@ def test_a_last_message_may_be_continued() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_fifty_answers_at_once_are_each_their_own() -> None:
     texts = [f"prompt number {i} " * (1 + i % 3) for i in range(50)]
     expected = [reference(hello(text), 3 + i % 6) for i, text in enumerate(texts)]

@@ -116,6 +116,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_can_never_succeed_is_refused_with_the_reason(stream: bool) -> None:
     async def scene(served: Served) -> None:
@@ -174,6 +175,7 @@ def test_unknown_paths_and_methods() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_body_beyond_the_limit_is_refused() -> None:
     async def scene(served: Served) -> None:
         await expect(await served.post(TEXT, text(prompt="x" * 5000)), 413, "at most 4096")
@@ -188,6 +190,7 @@ def test_a_body_beyond_the_limit_is_refused() -> None:
     play(scene, max_message_bytes=4096)
 
 
+@pytest.mark.slow
 def test_request_ids_come_back() -> None:
     async def scene(served: Served) -> None:
         ids = {(await served.post(TEXT, text())).headers["x-request-id"] for _ in range(2)}
@@ -205,6 +208,7 @@ def test_request_ids_come_back() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_refused_with_a_hint_when_to_retry(gate: Gate) -> None:
     async def scene(served: Served) -> None:
         running = asyncio.create_task(served.post(TEXT, text()))
@@ -223,6 +227,7 @@ def test_a_full_queue_is_refused_with_a_hint_when_to_retry(gate: Gate) -> None:
     play(scene, make_engine(max_queue=2))
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_late_ends_with_an_error(gate: Gate) -> None:
     async def scene(served: Served) -> None:
         late = [
@@ -241,6 +246,7 @@ def test_an_answer_that_is_late_ends_with_an_error(gate: Gate) -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_ends_the_request_and_serves_the_next(gate: Gate) -> None:
     async def scene(served: Served) -> None:
         gate.open.set()
@@ -279,6 +285,7 @@ def test_an_engine_that_is_dead_says_so() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_server_that_drains_takes_no_more_and_finishes_what_it_has(gate: Gate) -> None:
     async def scene(served: Served) -> None:
         assert (await served.http.get("/ready")).status_code == 200
@@ -299,6 +306,7 @@ def test_a_server_that_drains_takes_no_more_and_finishes_what_it_has(gate: Gate)
     play(scene)
 
 
+@pytest.mark.slow
 def test_what_outlasts_the_drain_is_told(gate: Gate) -> None:
     async def scene(served: Served) -> None:
         running = asyncio.create_task(served.post(TEXT, text(max_tokens=400)))
@@ -312,6 +320,7 @@ def test_what_outlasts_the_drain_is_told(gate: Gate) -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_before_the_model_is_there_health_is_told_and_the_rest_refused() -> None:
     async def main() -> None:
         server = HttpServer(ServerConfig(http_port=0), profile_folder=Path("profiles"))
@@ -360,6 +369,7 @@ def test_a_client_that_leaves_frees_its_pages(stream: bool, gate: Gate) -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_stalls_nobody() -> None:
     async def scene(served: Served) -> None:
         body = json.dumps(text(max_tokens=400, stream=True, n=4)).encode()
@@ -379,6 +389,7 @@ def test_a_client_that_never_reads_stalls_nobody() -> None:
 # The connection.
 
 
+@pytest.mark.slow
 def test_a_key_is_wanted_for_all_but_health(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("secret\n")
@@ -401,6 +412,7 @@ def test_a_key_is_wanted_for_all_but_health(tmp_path: Path) -> None:
     play(scene, api_key="secret", key="secret")
 
 
+@pytest.mark.slow
 def test_pages_of_other_origins_need_leave() -> None:
     async def asked(served: Served) -> httpx.Response:
         headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
@@ -419,6 +431,7 @@ def test_pages_of_other_origins_need_leave() -> None:
     play(allowed, cors_origins=("https://example.org",))
 
 
+@pytest.mark.slow
 def test_tls(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
@@ -438,6 +451,7 @@ def test_tls(tmp_path: Path) -> None:
         HttpServer(ServerConfig(http_port=0, tls_cert_file=cert, tls_key_file=cert), profile_folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_refused() -> None:
     async def main() -> None:
         async with serving(make_engine()) as served:

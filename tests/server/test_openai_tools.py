@@ -177,6 +177,7 @@ def check(name: str, arguments: str) -> None:
         assert (name, found) == ("clock", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_named_function_is_called(seed: int) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
@@ -204,6 +205,7 @@ def test_a_named_function_is_called(seed: int) -> None:
     play(scene, engine())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [True, False])
 def test_some_function_is_called(parallel: bool) -> None:
     fields: dict[str, Any] = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": parallel}
@@ -224,6 +226,7 @@ def test_some_function_is_called(parallel: bool) -> None:
     play(scene, engine())
 
 
+@pytest.mark.slow
 def test_answers_have_the_form_that_was_asked_for() -> None:
     schema = WEATHER["function"]["parameters"]  # type: ignore[index]
 
