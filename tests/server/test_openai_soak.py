@@ -99,4 +99,5 @@ def test_soak(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING):
         play(scene)
-    assert [record.getMessage() for record in caplog.records] == []
+    # asyncio tells of writes to a connection that it has not yet noticed to be gone.
+    assert [record.getMessage() for record in caplog.records if record.name != "asyncio"] == []
