@@ -91,6 +91,7 @@ def test_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     assert run("-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel).returncode == 0
+    assert (site / "jetserve" / "server" / "static" / "chat.html").exists()
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny")
     prompts, answers, converted = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "converted"
     prompts.write_text('{"prompt": "hello", "max_tokens": 4}\n')

@@ -138,6 +138,7 @@ def test_a_warm_server_compiles_nothing() -> None:
         for answer in await asyncio.gather(*calls):
             if hasattr(answer, "__aiter__"):
                 _ = [chunk async for chunk in answer]
+        await served.chat(extra_body={"guided_regex": "[ab]{9}"}, n=3)
         await served.chat(logprobs=True, top_logprobs=20, seed=3, extra_body={"min_p": 0.1, "top_k": 3})
         assert await served.metric("jetserve_compilations_after_warmup_total") == 0
 

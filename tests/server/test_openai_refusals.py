@@ -321,6 +321,26 @@ def test_what_outlasts_the_drain_is_told(gate: Gate) -> None:
 
 
 @pytest.mark.slow
+def test_clients_that_do_not_read_are_dropped_in_the_end() -> None:
+    async def main() -> None:
+        async with serving(make_engine()) as served:
+            body = json.dumps(text(max_tokens=400, stream=True, n=16, logprobs=20)).encode()
+            head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port, limit=1)
+            writer.write(head + body)
+            await until(lambda: sum(served.engine.stats().finished.values()) == 16)
+            stopping = asyncio.create_task(served.server.stop(TIMEOUT))
+            await asyncio.sleep(0.3)
+            assert not stopping.done()  # it waits for the client to read
+            await served.server.stop(0.1)
+            await stopping
+            writer.close()
+            assert len(await reader.read(1)) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
 def test_before_the_model_is_there_health_is_told_and_the_rest_refused() -> None:
     async def main() -> None:
         server = HttpServer(ServerConfig(http_port=0), profile_folder=Path("profiles"))

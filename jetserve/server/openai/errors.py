@@ -88,7 +88,9 @@ def api_error_of(error: Exception) -> ApiError:
         case FailureKind.UNAVAILABLE:
             return unavailable(message, "draining")
         case FailureKind.DEADLINE:
-            return ApiError(504, message, kind="timeout", code="deadline_exceeded")
+            # OpenAI's client would ask again; the time that it gave is over.
+            headers = {"x-should-retry": "false"}
+            return ApiError(504, message, kind="timeout", code="deadline_exceeded", headers=headers)
         case FailureKind.DEAD:
             return unavailable(message, "engine_dead")
         case FailureKind.INTERNAL:

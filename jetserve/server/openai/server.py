@@ -22,6 +22,8 @@ from jetserve.server.openai.backend import Backend
 from jetserve.server.openai.operations import Phase, ServerState
 
 _BACKLOG = 2048
+_KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection is kept: longer than clients keep theirs, which must not meet one that just closed."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -65,6 +67,7 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
         try:
             settings.load()
@@ -108,7 +111,8 @@ class HttpServer:
         self._server.should_exit = True
         _, late = await asyncio.wait((self._serving,), timeout=seconds)
         if late:
-            self._server.force_exit = True
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
             await self._serving
 
 
