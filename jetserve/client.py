@@ -88,7 +88,7 @@ class Client:
           ValueError: for an empty prompt, or a seed that does not fit in 64 bits with a sign.
           grpc.RpcError: as `jetstream.proto` says; RESOURCE_EXHAUSTED has "retry-after-ms" in its trailing metadata.
         """
-        message = _message(prompt, sampling or SamplingParams(temperature=0.0))
+        message = to_message(prompt, sampling or SamplingParams(temperature=0.0))
         message.priority = priority
         message.request_id = request_id
         if timeout_seconds is not None:
@@ -121,7 +121,8 @@ class Client:
         return self.generate_samples(prompt, sampling, timeout_seconds=timeout_seconds)[0]
 
 
-def _message(prompt: Prompt, sampling: SamplingParams) -> pb.DecodeRequest:
+def to_message(prompt: Prompt, sampling: SamplingParams) -> pb.DecodeRequest:
+    """A request as the protocol has it. Raises ValueError for an empty prompt."""
     message = pb.DecodeRequest(
         max_tokens=sampling.max_tokens,
         num_samples=sampling.n,

@@ -1,4 +1,4 @@
-"""The four commands: parse flags, build a configuration, call one function.
+"""The commands: parse flags, build a configuration, call one function.
 
 What `convert_checkpoints.py`, `run_server.py`, `run_interactive.py`, `run_offline.py` and `python -m jetserve` run. An
 error that a user can mend ends a command with its message and exit code 1, without a traceback (--debug shows it).
@@ -12,7 +12,7 @@ from absl import app
 from absl import flags as absl_flags
 from absl import logging as absl_logging
 
-from jetserve import flags
+from jetserve import flags, loadtest_flags
 
 FLAGS = absl_flags.FLAGS
 _DEBUG = absl_flags.DEFINE_bool("debug", False, "Show tracebacks and debug logs.")
@@ -110,3 +110,15 @@ def offline_command() -> None:
 
     groups = [flags.define_offline, flags.define_model, flags.define_sampling, flags.define_batch, flags.define_engine]
     _run("Generates from files of prompts, evaluates perplexity, benchmarks.", groups, command)
+
+
+def loadtest_command() -> None:
+    """Loads a server, over gRPC or HTTP, and measures what its clients see."""
+
+    def command() -> int:
+        config = loadtest_flags.loadtest_config()
+        from jetserve import loadtest
+
+        return loadtest.run(config)
+
+    _run("Loads a server and measures what its clients see.", [loadtest_flags.define_loadtest], command)

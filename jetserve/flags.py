@@ -31,22 +31,22 @@ NO_PORT = -1
 TASKS = ("generate", "perplexity", "benchmark")
 
 
-def _define(define: object, name: str, *args: object, **kwargs: object) -> None:
+def define(definer: object, name: str, *args: object, **kwargs: object) -> None:
     """Defines a flag and lists it in the command's own --help."""
-    define(name, *args, **kwargs)  # type: ignore[operator]
+    definer(name, *args, **kwargs)  # type: ignore[operator]
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
 
 
 def define_quantization() -> None:
     """How weights are quantized."""
-    _define(
+    define(
         flags.DEFINE_bool,
         "quantize_weights",
         None,
         "True wants a --quantize_type (int8_per_channel unless set); False refuses one.",
     )
-    _define(flags.DEFINE_alias, "quantize", "quantize_weights")
-    _define(
+    define(flags.DEFINE_alias, "quantize", "quantize_weights")
+    define(
         flags.DEFINE_enum,
         "quantize_type",
         None,
@@ -54,14 +54,14 @@ def define_quantization() -> None:
         "What weights become. none: floats. keep: the source's own quantization, carried over exactly. Unset: keep for"
         " a quantized source, none for a float one, and what a converted checkpoint is.",
     )
-    _define(
+    define(
         flags.DEFINE_integer,
         "block_size",
         None,
         "Weights that share a scale, for blockwise types: a multiple of 32 (128 unless set; the largest multiple of 32"
         " that divides a weight's input size where 128 does not).",
     )
-    _define(
+    define(
         flags.DEFINE_bool,
         "symmetric",
         None,
@@ -72,59 +72,59 @@ def define_quantization() -> None:
 
 def define_model() -> None:
     """Which model is run, and how."""
-    _define(
+    define(
         flags.DEFINE_string,
         "checkpoint_path",
         None,
         "A converted checkpoint, a Hugging Face folder, a GGUF file or a hub id (owner/name). Unset: the default model,"
         " SmolLM2-135M-Instruct, fetched once.",
     )
-    _define(flags.DEFINE_string, "tokenizer_path", None, "A tokenizer's folder, in place of the checkpoint's own.")
+    define(flags.DEFINE_string, "tokenizer_path", None, "A tokenizer's folder, in place of the checkpoint's own.")
     define_quantization()
-    _define(
+    define(
         flags.DEFINE_bool,
         "quantize_activation",
         False,
         "Quantize activations to int8, per token, in matmuls with quantized weights (W8A8, W4A8).",
     )
-    _define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models and compiled programs.")
+    define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models and compiled programs.")
 
 
 def define_engine() -> None:
     """The engine's limits."""
-    _define(
+    define(
         flags.DEFINE_integer,
         "max_cache_length",
         None,
         "Tokens that a sequence may have, prompt and answer (unset: what the model was made for, up to 2048).",
         lower_bound=2,
     )
-    _define(
+    define(
         flags.DEFINE_integer,
         "max_step_tokens",
         None,
         f"Tokens a step computes at most; longer prompts are chunked (unset: {DEFAULT_STEP_TOKENS}).",
         lower_bound=1,
     )
-    _define(flags.DEFINE_integer, "page_size", 16, "Tokens a page of the KV cache holds.", lower_bound=1)
-    _define(flags.DEFINE_bool, "quantize_kv_cache", False, "Keep keys and values in int8, a scale a token and head.")
-    _define(flags.DEFINE_bool, "prefix_caching", True, "Share the cache's pages between prompts that begin alike.")
-    _define(
+    define(flags.DEFINE_integer, "page_size", 16, "Tokens a page of the KV cache holds.", lower_bound=1)
+    define(flags.DEFINE_bool, "quantize_kv_cache", False, "Keep keys and values in int8, a scale a token and head.")
+    define(flags.DEFINE_bool, "prefix_caching", True, "Share the cache's pages between prompts that begin alike.")
+    define(
         flags.DEFINE_enum,
         "dtype",
         None,
         ("float32", "bfloat16"),
         "Of activations, and of weights that are not quantized (unset: float32 on CPU, bfloat16 elsewhere).",
     )
-    _define(
+    define(
         flags.DEFINE_integer, "tensor_parallelism", None, "Devices that share each layer (unset: all).", lower_bound=1
     )
 
 
 def define_batch() -> None:
     """How many sequences run at once, for all commands but the chat, which runs one."""
-    _define(flags.DEFINE_integer, "batch_size", 8, "Sequences that run at once.", lower_bound=1)
-    _define(
+    define(flags.DEFINE_integer, "batch_size", 8, "Sequences that run at once.", lower_bound=1)
+    define(
         flags.DEFINE_integer,
         "num_pages",
         None,
@@ -135,7 +135,7 @@ def define_batch() -> None:
 
 def define_sampling() -> None:
     """Sampling where a prompt does not say otherwise."""
-    _define(
+    define(
         flags.DEFINE_integer,
         "max_tokens",
         None,
@@ -143,100 +143,100 @@ def define_sampling() -> None:
         " of the text are read (unset: all).",
         lower_bound=1,
     )
-    _define(flags.DEFINE_float, "temperature", 0.0, "0 picks the likeliest token; higher is more random.")
-    _define(flags.DEFINE_integer, "top_k", 0, "Sample among the k likeliest tokens (0: all).")
-    _define(flags.DEFINE_float, "top_p", 1.0, "Sample among the likeliest tokens that have this probability together.")
-    _define(flags.DEFINE_float, "min_p", 0.0, "Sample among tokens with this share of the likeliest one's probability.")
-    _define(flags.DEFINE_integer, "seed", None, "Of sampling; unset draws one for every answer.")
+    define(flags.DEFINE_float, "temperature", 0.0, "0 picks the likeliest token; higher is more random.")
+    define(flags.DEFINE_integer, "top_k", 0, "Sample among the k likeliest tokens (0: all).")
+    define(flags.DEFINE_float, "top_p", 1.0, "Sample among the likeliest tokens that have this probability together.")
+    define(flags.DEFINE_float, "min_p", 0.0, "Sample among tokens with this share of the likeliest one's probability.")
+    define(flags.DEFINE_integer, "seed", None, "Of sampling; unset draws one for every answer.")
 
 
 def define_offline() -> None:
     """What run_offline.py does."""
-    _define(flags.DEFINE_enum, "task", "generate", TASKS, "What to do.")
-    _define(
+    define(flags.DEFINE_enum, "task", "generate", TASKS, "What to do.")
+    define(
         flags.DEFINE_string,
         "prompts_file",
         None,
         'generate: a JSON object a line, {"prompt": …} or {"messages": […]} with any sampling field.',
     )
-    _define(flags.DEFINE_string, "output_file", None, "generate: a JSON object a line, in order; resumed if it exists.")
-    _define(flags.DEFINE_string, "text_file", None, "perplexity: the text to evaluate, UTF-8.")
-    _define(flags.DEFINE_integer, "window", 1024, "perplexity: tokens a window; windows do not overlap.", lower_bound=2)
-    _define(
+    define(flags.DEFINE_string, "output_file", None, "generate: a JSON object a line, in order; resumed if it exists.")
+    define(flags.DEFINE_string, "text_file", None, "perplexity: the text to evaluate, UTF-8.")
+    define(flags.DEFINE_integer, "window", 1024, "perplexity: tokens a window; windows do not overlap.", lower_bound=2)
+    define(
         flags.DEFINE_string,
         "reference_checkpoint",
         None,
         "perplexity: a checkpoint to compare with, in floating point: KL divergence and top-1 agreement.",
     )
-    _define(flags.DEFINE_integer, "input_tokens", 512, "benchmark: tokens of every prompt.", lower_bound=1)
-    _define(flags.DEFINE_integer, "output_tokens", 128, "benchmark: tokens of every answer.", lower_bound=2)
+    define(flags.DEFINE_integer, "input_tokens", 512, "benchmark: tokens of every prompt.", lower_bound=1)
+    define(flags.DEFINE_integer, "output_tokens", 128, "benchmark: tokens of every answer.", lower_bound=2)
 
 
 def define_interactive() -> None:
     """What run_interactive.py starts with."""
-    _define(flags.DEFINE_string, "system", None, "The system message (unset: the chat template's own).")
+    define(flags.DEFINE_string, "system", None, "The system message (unset: the chat template's own).")
 
 
 def define_server() -> None:
     """Where and how run_server.py serves."""
-    _define(flags.DEFINE_string, "host", "127.0.0.1", "Address to listen on. 0.0.0.0 is every one of this machine.")
+    define(flags.DEFINE_string, "host", "127.0.0.1", "Address to listen on. 0.0.0.0 is every one of this machine.")
     for protocol, port in (("grpc", 9000), ("http", 8000)):
         text = f"Of {protocol}; 0 lets the system choose one, {NO_PORT} serves nothing there."
-        _define(flags.DEFINE_integer, f"{protocol}_port", port, text, NO_PORT, 65535)
-    _define(
+        define(flags.DEFINE_integer, f"{protocol}_port", port, text, NO_PORT, 65535)
+    define(
         flags.DEFINE_integer,
         "max_queue",
         1024,
         "Sequences that wait; requests that would make it more are refused.",
         lower_bound=1,
     )
-    _define(
+    define(
         flags.DEFINE_float,
         "drain_seconds",
         30.0,
         "What running requests have to finish after SIGTERM; a second one ends them.",
         lower_bound=0.0,
     )
-    _define(flags.DEFINE_bool, "warmup", True, "Compile everything before the first request is taken.")
-    _define(flags.DEFINE_integer, "max_message_bytes", 4 * 2**20, "Of one request.", lower_bound=1)
-    _define(flags.DEFINE_string, "tls_cert_file", None, "A PEM certificate chain; turns TLS on, with --tls_key_file.")
-    _define(flags.DEFINE_string, "tls_key_file", None, "The PEM key of --tls_cert_file.")
-    _define(
+    define(flags.DEFINE_bool, "warmup", True, "Compile everything before the first request is taken.")
+    define(flags.DEFINE_integer, "max_message_bytes", 4 * 2**20, "Of one request.", lower_bound=1)
+    define(flags.DEFINE_string, "tls_cert_file", None, "A PEM certificate chain; turns TLS on, with --tls_key_file.")
+    define(flags.DEFINE_string, "tls_key_file", None, "The PEM key of --tls_cert_file.")
+    define(
         flags.DEFINE_string,
         "api_key",
         None,
         "What clients must send as bearer token. Other users of this machine can see it: prefer --api_key_file.",
     )
-    _define(flags.DEFINE_string, "api_key_file", None, "A file that holds the --api_key.")
-    _define(flags.DEFINE_alias, "auth_token_file", "api_key_file")
-    _define(flags.DEFINE_string, "served_model_name", None, "What clients call the model (unset: its own name).")
-    _define(
+    define(flags.DEFINE_string, "api_key_file", None, "A file that holds the --api_key.")
+    define(flags.DEFINE_alias, "auth_token_file", "api_key_file")
+    define(flags.DEFINE_string, "served_model_name", None, "What clients call the model (unset: its own name).")
+    define(
         flags.DEFINE_list,
         "cors_origins",
         [],
         'Web pages that may use the HTTP server, as "https://example.org", separated by commas; * is all.',
     )
-    _define(
+    define(
         flags.DEFINE_enum,
         "log_format",
         LogFormat.TEXT.value,
         [form.value for form in LogFormat],
         "text: for people. json: an object a line.",
     )
-    _define(flags.DEFINE_bool, "log_requests", True, "Log a line for each request that ends; never its text.")
+    define(flags.DEFINE_bool, "log_requests", True, "Log a line for each request that ends; never its text.")
 
 
 def define_convert() -> None:
     """What convert_checkpoints.py reads and writes."""
-    _define(
+    define(
         flags.DEFINE_string,
         "input_checkpoint_dir",
         None,
         "A Hugging Face, jetstream-pytorch or Meta folder, a GGUF file, or a hub id (unset: the default model).",
     )
-    _define(flags.DEFINE_string, "output_checkpoint_dir", None, "The folder to write; it must not exist.")
+    define(flags.DEFINE_string, "output_checkpoint_dir", None, "The folder to write; it must not exist.")
     define_quantization()
-    _define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models.")
+    define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models.")
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:
@@ -310,7 +310,8 @@ def sampling_defaults() -> SamplingDefaults:
     )
 
 
-def _path(value: str | None) -> Path | None:
+def path_of(value: str | None) -> Path | None:
+    """A flag that names a file."""
     return None if value is None else Path(value).expanduser()
 
 
@@ -345,9 +346,9 @@ def offline_config() -> OfflineConfig:
     _refuse_flags_of_other_tasks()
     return OfflineConfig(
         task=FLAGS.task,
-        prompts_file=_path(FLAGS.prompts_file),
-        output_file=_path(FLAGS.output_file),
-        text_file=_path(FLAGS.text_file),
+        prompts_file=path_of(FLAGS.prompts_file),
+        output_file=path_of(FLAGS.output_file),
+        text_file=path_of(FLAGS.text_file),
         window=FLAGS.window,
         reference_checkpoint=FLAGS.reference_checkpoint,
         input_tokens=FLAGS.input_tokens,
@@ -370,10 +371,10 @@ def server_config() -> ServerConfig:
         drain_seconds=FLAGS.drain_seconds,
         warm_up=FLAGS.warmup,
         max_message_bytes=FLAGS.max_message_bytes,
-        tls_cert_file=_path(FLAGS.tls_cert_file),
-        tls_key_file=_path(FLAGS.tls_key_file),
+        tls_cert_file=path_of(FLAGS.tls_cert_file),
+        tls_key_file=path_of(FLAGS.tls_key_file),
         api_key=FLAGS.api_key,
-        api_key_file=_path(FLAGS.api_key_file),
+        api_key_file=path_of(FLAGS.api_key_file),
         served_model_name=FLAGS.served_model_name,
         cors_origins=tuple(FLAGS.cors_origins),
         log_format=LogFormat(FLAGS.log_format),

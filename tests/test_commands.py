@@ -28,15 +28,15 @@ def run(*command: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedP
     )
 
 
-def flags_of(script: str) -> set[str]:
-    return set(re.findall(r"^  --(?:\[no\])?(\w+):", run(script, "--help").stdout, re.MULTILINE))
+def flags_of(*command: str) -> set[str]:
+    return set(re.findall(r"^  --(?:\[no\])?(\w+):", run(*command, "--help").stdout, re.MULTILINE))
 
 
 @pytest.mark.slow
 def test_every_flag_is_in_the_docs() -> None:
     text = (ROOT / "docs" / "flags.md").read_text()
-    flags = set().union(*(flags_of(script) for script in SCRIPTS))
-    assert {"quantize_type", "batch_size", "task", "system", "output_checkpoint_dir"} <= flags
+    flags = set().union(*(flags_of(script) for script in SCRIPTS), flags_of("-m", "jetserve.loadtest"))
+    assert {"quantize_type", "batch_size", "task", "system", "output_checkpoint_dir", "goal_ttft_ms"} <= flags
     assert [name for name in sorted(flags) if f"--{name}" not in text] == []
 
 
