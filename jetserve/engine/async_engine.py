@@ -5,7 +5,7 @@ Owns the worker, the queue in front of the engine, and who waits for what. Knows
 Why no lock guards the engine: only the worker calls it, from the first request to the last, but for `prepare`, which is
 made for any thread: guides are compiled in threads of their own, before the worker sees the request. What the two sides
 share is the `_Shared` state, read and written under its condition: requests come in and consumers say that they left
-through it. Results go the other way by `loop.call_soon_threadsafe`, into queues that only their event loop touches.
+through it. Results go the other way by `loop.call_soon_threadsafe`, into mailboxes that only their event loop touches.
 `stats` reads a frozen snapshot that the worker replaces as a whole. The worker never waits for a consumer, so a slow
 reader delays nobody; what piles up for it is no more than its own answer.
 """
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 from jetserve.engine.engine import Engine
+from jetserve.engine.mailbox import Mailbox
 from jetserve.engine.scheduler import QueueFullError
 from jetserve.types import EngineStats, FinishReason, Request, RequestOutput, Usage
 
@@ -51,9 +52,8 @@ class State(enum.Enum):
     DEAD = enum.auto()
 
 
-_End = None
-_Item = RequestOutput | BaseException | None
-"""What a consumer is sent: an output, an error to raise, or `_End` after the last output."""
+_Item = RequestOutput | BaseException
+"""What a consumer is sent: an output, or what to raise after the last one."""
 
 
 class _Consumer:
@@ -62,12 +62,12 @@ class _Consumer:
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.loop = loop
-        self.queue: asyncio.Queue[_Item] = asyncio.Queue()
+        self.mailbox = Mailbox(loop)
         self.remaining = request.sampling.n
 
 
 class Outputs:
-    """The outputs of all samples of one request, as they come: `async for`, in one task.
+    """The outputs of all samples of one request, as they come, joined where several wait: `async for`, in one task.
 
     `aclose` ends the request before the next step and frees its pages, to no effect on one that is over. One that is
     dropped unread runs on to its end, so wrap it in `contextlib.aclosing`.
@@ -86,14 +86,10 @@ class Outputs:
         if self._is_over:
             raise StopAsyncIteration
         try:
-            item = await self._consumer.queue.get()
-        except BaseException:  # the task that reads is cancelled
+            return await self._consumer.mailbox.get()
+        except BaseException:  # the end, or the task that reads is cancelled
             await self.aclose()
             raise
-        if isinstance(item, RequestOutput):
-            return item
-        await self.aclose()
-        raise item or StopAsyncIteration
 
     async def aclose(self) -> None:
         """See the class."""
@@ -362,7 +358,7 @@ class AsyncEngine:
     def _close(self, consumers: Iterable[_Consumer]) -> None:
         """Sends the end to consumers and forgets them."""
         consumers = list(consumers)
-        self._deliver([(consumer, _End) for consumer in consumers])
+        self._deliver([(consumer, StopAsyncIteration()) for consumer in consumers])
         with self._shared.condition:
             self._shared.open.difference_update(consumers)
             self._shared.condition.notify_all()
@@ -398,7 +394,10 @@ class AsyncEngine:
 
 def _put_all(items: Iterable[tuple[_Consumer, _Item]]) -> None:
     for consumer, item in items:
-        consumer.queue.put_nowait(item)
+        if isinstance(item, RequestOutput):
+            consumer.mailbox.put(item)
+        else:
+            consumer.mailbox.end(item)
 
 
 def _never_began(consumer: _Consumer, index: int) -> RequestOutput:

@@ -61,7 +61,9 @@ class Runner:
         self.vocab_size: int = model.config.vocab_size
         self.decode_sizes = _powers_of_two(1, config.max_sequences)
         self.prefill_sizes = _powers_of_two(min(SMALLEST_PREFILL, config.max_step_tokens), config.max_step_tokens)
-        self._graph, self._params = nnx.split(model)
+        self._graph, state = nnx.split(model)
+        # Flat: jax would take a State apart, in Python, for every step.
+        self._params, self._params_tree = jax.tree.flatten(state)
         self._mesh = mesh
         self._cache = make_cache(model.config, config, mesh)
         cache_shardings = jax.tree.map(lambda leaf: leaf.sharding, self._cache)
@@ -73,10 +75,10 @@ class Runner:
         )
 
     def _forward(
-        self, params: nnx.State, cache: tuple[KVPages, ...], batch: RaggedBatch, all_logits: bool = False
+        self, params: list[jax.Array], cache: tuple[KVPages, ...], batch: RaggedBatch, all_logits: bool = False
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """Logits [S, V] of every sequence's last token (of all tokens, [T, V], for evaluation), and the new pages."""
-        model = nnx.merge(self._graph, params)
+        model = nnx.merge(self._graph, jax.tree.unflatten(self._params_tree, params))
         hidden, cache = model(batch, cache, dtype=jnp.dtype(self.config.dtype))
         if not all_logits:
             hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
@@ -107,16 +109,18 @@ class Runner:
         sizes = self.decode_sizes if decode else self.prefill_sizes
         T = next(size for size in sizes if size >= total)
         batch = self._empty_batch(T, T if decode else self.config.max_sequences, 1 if decode else T)
-        start = 0
+        tokens: list[int] = []
+        positions: list[int] = []
         for i, entry in enumerate(entries):
-            sequence, stop = entry.sequence, start + entry.num_tokens
-            computed = sequence.num_computed_tokens
-            batch.tokens[start:stop] = sequence.tokens[computed : computed + entry.num_tokens]
-            batch.positions[start:stop] = np.arange(computed, computed + entry.num_tokens)
-            batch.kv_lengths[i] = computed + entry.num_tokens
+            sequence, start = entry.sequence, entry.sequence.num_computed_tokens
+            stop = start + entry.num_tokens
+            tokens += sequence.tokens[start:stop]
+            positions += range(start, stop)
+            batch.kv_lengths[i] = stop
             batch.page_table[i, : len(sequence.pages)] = sequence.pages
-            batch.query_starts[i + 1 :] = stop
-            start = stop
+            batch.query_starts[i + 1] = len(tokens)
+        batch.tokens[:total], batch.positions[:total] = tokens, positions
+        batch.query_starts[len(entries) + 1 :] = total
         return batch
 
     def run(self, plan: StepPlan, rows: Mapping[int, Row]) -> list[SampledToken | None]:

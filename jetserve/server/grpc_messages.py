@@ -4,7 +4,6 @@ Knows nothing of connections, status codes or engines.
 """
 
 import math
-from collections.abc import Sequence
 
 from jetserve.server.proto import jetstream_pb2 as pb
 from jetserve.tokenizer import Tokenizer
@@ -112,26 +111,21 @@ def with_text(message: pb.DecodeRequest) -> bool:
 
 def to_response(output: RequestOutput, *, samples: int, text: bool) -> pb.DecodeResponse:
     """What one output brings, with an empty entry for every other one of the request's `samples`."""
-    sample = pb.DecodeResponse.StreamContent.Sample(
-        text=output.text if text else "",
-        token_ids=output.token_ids,
-        logprobs=[_logprobs(entry) for entry in output.logprobs],
-    )
+    response = pb.DecodeResponse(request_id=output.request_id)
+    every = response.stream_content.samples
+    for _ in range(samples):
+        every.add()
+    sample = every[output.index]
+    sample.token_ids.extend(output.token_ids)
+    sample.logprobs.extend(_logprobs(entry) for entry in output.logprobs)
+    if text:
+        sample.text = output.text
     if output.finish_reason in _FINISH_REASONS:
         sample.finish_reason = _FINISH_REASONS[output.finish_reason]
         sample.usage.prompt_tokens = output.usage.prompt_tokens
         sample.usage.output_tokens = output.usage.output_tokens
         sample.usage.cached_tokens = output.usage.cached_tokens
-    return pb.DecodeResponse(request_id=output.request_id, stream_content=_content(sample, output.index, samples))
-
-
-def _content(
-    sample: pb.DecodeResponse.StreamContent.Sample, index: int, samples: int
-) -> pb.DecodeResponse.StreamContent:
-    every: Sequence[pb.DecodeResponse.StreamContent.Sample] = [
-        sample if i == index else pb.DecodeResponse.StreamContent.Sample() for i in range(samples)
-    ]
-    return pb.DecodeResponse.StreamContent(samples=every)
+    return response
 
 
 def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:

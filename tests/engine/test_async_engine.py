@@ -306,7 +306,7 @@ def test_callers_whose_event_loop_died_are_cancelled(fake: FakeEngine) -> None:
         await asyncio.to_thread(loop.run_until_complete, begin())
         loop.close()
         await until(lambda: not fake.live)
-        assert len(await answer(engine, request_of("next"))) == 3
+        assert tokens_of(await answer(engine, request_of("next"))) == [7] * 3
 
     play(fake, scene)
 
@@ -397,7 +397,7 @@ def test_drain_cancels_what_outlasts_its_grace(fake: FakeEngine) -> None:
         unseen = asyncio.create_task(answer(engine, request_of("unseen", n=2)))
         await asyncio.sleep(0.01)
         drained = asyncio.create_task(engine.drain(0.02))
-        await asyncio.sleep(0.1)
+        await until(lambda: engine._shared.cancel_all)
         fake.gate.set()
         await drained
         for task in (long, unseen):
@@ -588,16 +588,16 @@ def test_random_leavers_leave_no_page_behind(real: Engine) -> None:
     async def take(engine: AsyncEngine, i: int) -> int:
         count = 0
         async with contextlib.aclosing(engine.generate(real_request(i))) as outputs:
-            async for _ in outputs:
-                count += 1
-                if i % 3 == 0 and count == 1 + i % 3:
+            async for output in outputs:
+                count += len(output.token_ids)
+                if i % 3 == 0:
                     break
         return count
 
     async def scene(engine: AsyncEngine) -> None:
         counts = await asyncio.gather(*(take(engine, i) for i in range(60)))
         await engine.drain(TIMEOUT)
-        assert all(count == (1 if i % 3 == 0 else 4 + i % 5) for i, count in enumerate(counts))
+        assert all(count >= 1 if i % 3 == 0 else count == 4 + i % 5 for i, count in enumerate(counts))
         assert engine.stats().pages_used == 0
 
     play(real, scene)

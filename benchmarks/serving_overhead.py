@@ -1,0 +1,150 @@
+"""What serving costs: the same requests through the engine alone, its asyncio front, and the servers, in one run.
+
+    python benchmarks/serving_overhead.py
+
+Streams begin together and have equally many tokens, so a rate is tokens over the time from the first request to the
+last token. The rounds of the ways alternate, and medians are compared. The servers' client is `python -m
+jetserve.loadtest` in a process of its own: on a small machine it takes cores from the server, so the CPU time of the
+serving process, clients not counted, is there too. The last line of standard output is a JSON object.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from jetserve.config import CacheConfig, EngineConfig, ModelSource, ServerConfig
+from jetserve.default_model import default_cache_dir
+from jetserve.engine.async_engine import AsyncEngine
+from jetserve.engine.build import build_engine
+from jetserve.engine.engine import Engine
+from jetserve.server.grpc import GrpcServer
+from jetserve.testing import make_tiny_checkpoint
+from jetserve.types import Request, SamplingParams
+
+INPUT_TOKENS = 32
+_numbers = itertools.count()
+
+
+def requests(streams: int, tokens: int) -> list[Request]:
+    """Greedy ones that do not end early, none like another."""
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+    return [
+        Request(
+            request_id=f"r{number}",
+            prompt_token_ids=tuple(16 + (number * (7 + i) + i) % 240 for i in range(INPUT_TOKENS)),
+            sampling=sampling,
+        )
+        for number in itertools.islice(_numbers, streams)
+    ]
+
+
+async def engine_alone(engine: Engine, streams: int, tokens: int) -> float:
+    """Tokens a second."""
+    batch = requests(streams, tokens)
+    start = time.perf_counter()
+    count = sum(len(output.token_ids) for output in engine.run(batch))
+    return count / (time.perf_counter() - start)
+
+
+async def through_asyncio(front: AsyncEngine, streams: int, tokens: int) -> float:
+    """Tokens a second."""
+
+    async def read(request: Request) -> int:
+        return sum([len(output.token_ids) async for output in front.generate(request)])
+
+    batch = requests(streams, tokens)
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(read(request) for request in batch))
+    return sum(counts) / (time.perf_counter() - start)
+
+
+async def through_server(url: str, streams: int, tokens: int) -> float:
+    """Tokens a second, as the client counts."""
+    settings = {
+        "url": url,
+        "concurrency": streams,
+        "num_requests": streams,
+        "input_tokens": INPUT_TOKENS,
+        "output_tokens": tokens,
+        "seed": next(_numbers),
+    }
+    client = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "jetserve.loadtest"),
+        *(f"--{name}={value}" for name, value in settings.items()),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    output, _ = await client.communicate()
+    report = json.loads(output.splitlines()[-1])
+    if report["failed"]:
+        raise RuntimeError(f"{report['failed']} requests failed: {report['failures']}")
+    return report["output_tokens_per_second"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one round: tokens a second, and the CPU time of this process, all threads, in microseconds a token."""
+
+    rate: float
+    cpu: float
+
+
+async def measure(engine: Engine, args: argparse.Namespace) -> dict[str, list[Cost]]:
+    """By way, one a round."""
+    front = AsyncEngine(engine)
+    alone = Engine(engine.runner, engine.tokenizer)  # takes turns with the other on the same pages
+    server = GrpcServer(ServerConfig(grpc_port=0))
+    await server.start(front)
+    ways: dict[str, Callable[[], Awaitable[float]]] = {
+        "engine": lambda: engine_alone(alone, args.streams, args.tokens),
+        "asyncio": lambda: through_asyncio(front, args.streams, args.tokens),
+        "grpc": lambda: through_server(f"grpc://127.0.0.1:{server.port}", args.streams, args.tokens),
+    }
+    costs: dict[str, list[Cost]] = {name: [] for name in ways}
+    for _ in range(args.rounds):
+        for name, way in ways.items():
+            before = time.process_time()
+            rate = await way()
+            used = time.process_time() - before
+            costs[name].append(Cost(rate=rate, cpu=1e6 * used / (args.streams * args.tokens)))
+            print(f"{name:8} {rate:10,.0f} tokens/s {costs[name][-1].cpu:8.0f} us", file=sys.stderr, flush=True)
+    await front.stop()
+    await server.stop(1)
+    return costs
+
+
+def main() -> None:
+    """Measures, and reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("tiny", "default"), default="tiny")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=384)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    config = EngineConfig(max_sequences=args.streams, cache=CacheConfig(prefix_caching=False))
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(make_tiny_checkpoint(Path(folder) / "tiny")) if args.model == "tiny" else None
+        engine = build_engine(ModelSource(checkpoint_path=path, cache_dir=default_cache_dir()), config, max_length=512)
+    engine.runner.warm_up()
+    costs = asyncio.run(measure(engine, args))
+    rates = {name: statistics.median(cost.rate for cost in each) for name, each in costs.items()}
+    cpu = {name: statistics.median(cost.cpu for cost in each) for name, each in costs.items()}
+    ratios = {name: rate / rates["engine"] for name, rate in rates.items()}
+    print("           tokens/s   of the engine's   CPU us a token", file=sys.stderr)
+    for name, rate in rates.items():
+        print(f"{name:8} {rate:10,.0f} {100 * ratios[name]:15.1f} % {cpu[name]:16.0f}", file=sys.stderr)
+    result = {"tokens_per_second": rates, "ratio": ratios, "cpu_us_per_token": cpu}
+    print(json.dumps({"model": args.model, "streams": args.streams, **result}))
+
+
+if __name__ == "__main__":
+    main()
