@@ -56,15 +56,19 @@ class Served:
 
     async def metric(self, name: str, **labels: str) -> float:
         """The value of a sample, summed over labels that are not given."""
-        text = (await self.http.get("/metrics")).text
-        found = [
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        ]
-        assert found, f"no {name} {labels} in {text}"
-        return sum(found)
+        return metric_in((await self.http.get("/metrics")).text, name, **labels)
+
+
+def metric_in(text: str, name: str, **labels: str) -> float:
+    """The value of a sample in Prometheus' format, summed over labels that are not given."""
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    assert found, f"no {name} {labels} in {text}"
+    return sum(found)
 
 
 @contextlib.asynccontextmanager

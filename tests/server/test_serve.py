@@ -48,7 +48,8 @@ def test_http_streams_finish_too_and_new_requests_are_refused(checkpoint: Path, 
     process = start(stack, checkpoint, "--log_format=json", "--served_model_name=mine")
     client = stack.enter_context(httpx.Client(base_url=process.http(), timeout=TIMEOUT, trust_env=False))
     assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
-    body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    # Eight samples one after another, so that the server is still at it when the others ask.
+    body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True, "n": 8}
     with client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
@@ -63,7 +64,7 @@ def test_http_streams_finish_too_and_new_requests_are_refused(checkpoint: Path, 
     log = [json.loads(line) for line in process.log.splitlines()]
     assert log[-1]["message"] == "stopped"
     ended = [line for line in log if "outcome" in line]
-    assert [(line["outcome"], line["output_tokens"]) for line in ended] == [("unavailable", 0), ("length", 300)]
+    assert [(line["outcome"], line["output_tokens"]) for line in ended] == [("unavailable", 0), ("length", 8 * 300)]
 
 
 def test_one_protocol_alone(checkpoint: Path, stack: contextlib.ExitStack) -> None:
