@@ -74,11 +74,15 @@ def library_path(folder: Path, *, extra_flags: tuple[str, ...] = ()) -> Path:
     return folder / f"kernels-{digest.hexdigest()[:24]}.so"
 
 
+def march_flag() -> str:
+    """The compiler's flag for all that this processor can do."""
+    return "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+
+
 def compile_command(*extra_flags: str) -> list[str]:
     """Compiles the sources for this processor unless flags say otherwise. Raises BuildError without a compiler."""
-    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     files = [str(source) for source in sources() if source.suffix == ".cc"]
-    return [compiler(), *FLAGS, native, *extra_flags, "-isystem", jax.ffi.include_dir(), *files]
+    return [compiler(), *FLAGS, march_flag(), *extra_flags, "-isystem", jax.ffi.include_dir(), *files]
 
 
 def build(folder: Path, *, extra_flags: tuple[str, ...] = ()) -> Path:
