@@ -16,7 +16,7 @@ import grpc
 
 from jetserve.server.proto import jetstream_pb2 as pb
 from jetserve.server.proto import jetstream_pb2_grpc
-from jetserve.types import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from jetserve.types import FinishReason, GuideKind, RequestOutput, SamplingParams, TokenLogprobs, Usage
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -141,6 +141,8 @@ def to_message(prompt: Prompt, sampling: SamplingParams) -> pb.DecodeRequest:
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
     )
+    if (guide := sampling.guide) is not None:
+        setattr(message, guide.kind.value, True if guide.kind is GuideKind.JSON_OBJECT else guide.source)
     if not prompt:
         raise ValueError(f"prompt is {prompt!r}; expected a text, token ids or messages, not empty")
     if isinstance(prompt, str):

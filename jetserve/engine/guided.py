@@ -24,7 +24,7 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""What may stand between the parts of JSON: without a bound, models are known to fill the whole answer with it."""
+"""Between the parts of JSON, unless a schema has settings of its own: some models would never end it."""
 
 _MAX_FORCED = 4096
 """Characters that are looked at of a text that must come next: only its first token is used."""
@@ -143,7 +143,7 @@ def _grammar(guide: Guide) -> str:
     if guide.kind is GuideKind.GRAMMAR:
         return json.dumps({"grammars": [{"lark_grammar": guide.source}]})
     schema = {"type": "object"} if guide.kind is GuideKind.JSON_OBJECT else _schema(guide.source)
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITE_SPACE})
+    return LLMatcher.grammar_from_json_schema({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema})
 
 
 def _schema(source: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 
 from jetserve.server.proto import jetstream_pb2 as pb
 from jetserve.tokenizer import Tokenizer
-from jetserve.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from jetserve.types import FinishReason, Guide, GuideKind, Request, RequestOutput, SamplingParams, TokenLogprobs
 
 GREEDY = 0.0
 """The temperature where a request names none: JetStream's servers decode greedily unless told otherwise."""
@@ -99,9 +99,18 @@ def _sampling(message: pb.DecodeRequest) -> SamplingParams:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        guide=_guide(message),
         n=message.num_samples or 1,
         **chosen,
     )
+
+
+def _guide(message: pb.DecodeRequest) -> Guide | None:
+    field = message.WhichOneof("guide")
+    if field is None or (field == GuideKind.JSON_OBJECT.value and not message.json_object):
+        return None
+    kind = GuideKind(field)
+    return Guide(kind=kind, source="" if kind is GuideKind.JSON_OBJECT else getattr(message, field))
 
 
 def with_text(message: pb.DecodeRequest) -> bool:

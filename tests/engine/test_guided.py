@@ -10,6 +10,7 @@ import jax
 import jsonschema
 import numpy as np
 import pytest
+import sentencepiece
 from engine_parts import (
     END,
     PLAIN,
@@ -30,7 +31,7 @@ from llguidance import LLParserLimits
 
 from jetserve.engine import guided as guided_module
 from jetserve.engine.engine import Engine
-from jetserve.engine.guided import Guides
+from jetserve.engine.guided import Guides, Matcher, fill_masks
 from jetserve.testing import make_tiny_checkpoint
 from jetserve.tokenizer import Tokenizer
 from jetserve.types import FinishReason, Guide, GuideKind, Request, SamplingParams
@@ -99,6 +100,16 @@ def test_any_json_object() -> None:
     assert len(whole) > 8
     assert all(isinstance(json.loads(answer.text), dict) for answer in whole)
     assert len({answer.text for answer in whole}) > 4
+
+
+def test_white_space_in_json_has_a_bound_or_the_schemas_own() -> None:
+    value = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+    blank = {token: 100.0 for token in range(VOCABULARY) if tokenizer().token_text(token).isspace()}
+    (wide,) = answers_of(schema(value, logit_bias=blank), 1)
+    assert re.fullmatch(r"\[\s{64}1\s{64},\s{64}1\s{64}\]", wide.text)
+    for options, text in (({"whitespace_flexible": False}, "[1,1]"), ({"whitespace_pattern": "\t"}, "[\t1\t,\t1\t]")):
+        (answer,) = answers_of(schema({**value, "x-guidance": options}, logit_bias=blank), 1)
+        assert answer.text == text
 
 
 PATTERNS = [
@@ -295,6 +306,68 @@ def test_without_an_end_of_sequence_there_are_no_guides() -> None:
     engine.guides.warm_up()
     with pytest.raises(ValueError, match="no end of sequence"):
         engine.prepare(requests_of(guided(GuideKind.JSON_OBJECT), 1)[0])
+
+
+def says(tokenizer: Tokenizer, guide: Guide, seed: int) -> list[int]:
+    """Tokens drawn evenly from those that may come, up to the end."""
+    rng = np.random.default_rng(seed)
+    matcher, tokens = Matcher(Guides(tokenizer, tokenizer.vocab_size), guide), []
+    while not matcher.is_complete:
+        mask = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.uint32)
+        fill_masks({0: matcher}, mask)
+        assert matcher.error is None
+        tokens.append(int(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))))
+        matcher.advance(tokens[-1])
+    return tokens
+
+
+def train(folder: Path, **settings: Any) -> tuple[Tokenizer, Any]:
+    """A small tokenizer, and SentencePiece's own of the same model."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["bcd bcd bcd bcd ab ab x y", "and so it is said that bcd is not ab"] * 20),
+        model_prefix=str(folder / "tokenizer"),
+        minloglevel=2,
+        byte_fallback=True,
+        vocab_size=320,
+        hard_vocab_limit=False,
+        **settings,
+    )
+    oracle = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return Tokenizer.from_folder(folder), oracle
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"model_type": "bpe"}, {"model_type": "unigram"}, {"model_type": "bpe", "add_dummy_prefix": False}],
+    ids=["bpe", "unigram", "no prefix"],
+)
+def test_what_must_come_is_written_as_the_model_learnt_it(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """SentencePiece puts a space before every text that it is given, which the middle of an answer does not have."""
+    trained, oracle = train(tmp_path, **kind, normalization_rule_name="identity", remove_extra_whitespaces=False)
+    for middle in (" bcd is that", "abcd and ab", "é"):
+        guide = Guide(kind=GuideKind.REGEX, source=f"[xy]{middle}[.]")
+        tokens = says(trained, guide, seed=len(middle))
+        text = b"".join(trained.token_text(token) for token in tokens).decode()
+        assert re.fullmatch(guide.source, text)
+        said = tokens[1:-1]  # less the letter and the full stop
+        assert said == oracle.encode(text[:-1])[-len(said) :]
+
+
+def test_what_the_tokenizer_would_change_comes_all_the_same(tmp_path: Path) -> None:
+    trained, oracle = train(tmp_path, model_type="unigram")  # makes one space of two, and plain letters of wide ones
+    text = "ab  and\nａｂ, bcd"
+    assert oracle.decode(oracle.encode(text)) != text
+    tokens = says(trained, Guide(kind=GuideKind.REGEX, source=text), seed=0)
+    assert b"".join(trained.token_text(token) for token in tokens).decode() == text
+
+
+def test_an_end_of_sequence_is_no_text_whatever_it_spells() -> None:
+    odd = Tokenizer.from_folder(checkpoint())
+    (end,) = odd.encode("e", add_special_tokens=False)
+    odd.eos_token_ids = (end,)
+    engine = Engine(runner_of(PLAIN, max_length=LENGTH), odd)
+    for answer in answers_of(guided(GuideKind.REGEX, "[d-f]{20}", logit_bias={end: 100.0}), 4, engine):
+        assert re.fullmatch("[d-f]{20}", answer.text)
 
 
 class Lacking(Tokenizer):

@@ -221,6 +221,42 @@ def test_banned_tokens_never_come() -> None:
     assert set(draws(logits, SamplingParams(logit_bias={0: 100.0}), banned=banned).tolist()) == {2}
 
 
+# Guides
+
+
+def masked(logits: np.ndarray, params: SamplingParams, allowed: set[int], **fields: Any) -> sampling.Sampled:
+    """ROWS draws from the tokens of a mask."""
+    batch = sampling.make_batch([row(params, seed=seed, **fields) for seed in range(ROWS)], ROWS, LENGTH, V)
+    words = np.zeros((ROWS, 2), np.uint32)
+    for token in allowed:
+        words[:, token // 32] |= np.uint32(1 << token % 32)
+    full = jnp.asarray(np.broadcast_to(logits, (ROWS, V)))
+    return jax.device_get(sampling.sample(full, dataclasses.replace(batch, allowed=words)))
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, {"temperature": 0}], ids=str)
+def test_a_mask_applies_before_the_cut_offs(settings: dict[str, Any]) -> None:
+    params, logits, allowed = SamplingParams(**settings, logprobs=1), gaussian(), {0, 7, 31, 32, 40, V - 1}
+    found = masked(logits, params, allowed)
+    only = np.where(np.isin(np.arange(V), [*allowed]), logits, -np.inf)
+    left_over = {int(only.argmax())} if params.temperature == 0 else expected_left(only, params) & allowed
+    assert set(found.tokens.tolist()) <= left_over
+    if len(left_over) > 1:
+        assert len(set(found.tokens.tolist())) > 1
+    own = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
+    np.testing.assert_allclose(found.logprob, own[found.tokens], atol=1e-5)
+
+
+def test_a_mask_that_allows_nothing_gives_no_token() -> None:
+    for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(logit_bias={3: 100.0})):
+        assert set(masked(gaussian(), params, set()).tokens.tolist()) == {sampling.NO_TOKEN}
+
+
+def test_what_is_banned_comes_if_nothing_else_may() -> None:
+    assert set(masked(gaussian(), SamplingParams(), {5}, banned=(5,)).tokens.tolist()) == {5}
+    assert set(masked(gaussian(), SamplingParams(), {5, 6}, banned=(5,)).tokens.tolist()) == {6}
+
+
 # Logprobs
 
 

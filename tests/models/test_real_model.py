@@ -1,9 +1,11 @@
 """The default model against transformers, which reads the same GGUF file, and its answers at several precisions."""
 
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from jetserve.engine.build import build_engine
 from jetserve.engine.engine import Engine
 from jetserve.engine.runner import Runner
 from jetserve.parallel.mesh import make_mesh
-from jetserve.types import FinishReason, Request, SamplingParams
+from jetserve.types import FinishReason, Guide, GuideKind, Request, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -102,3 +104,36 @@ def test_the_capital_of_france(quantize_type: str, default_gguf: Path) -> None:
     assert "Paris" in text
     if quantize_type == "none":
         assert text == "The capital of France is Paris."
+
+
+def test_an_answer_as_json(engine: Engine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "capital": {"type": "string"},
+            "country": {"type": "string"},
+            "continent": {"enum": ["Africa", "Asia", "Europe"]},
+        },
+        "required": ["capital", "country", "continent"],
+        "additionalProperties": False,
+    }
+    guides = [
+        Guide(kind=GuideKind.JSON_SCHEMA, source=json.dumps(schema)),
+        Guide(kind=GuideKind.REGEX, source=r"The capital is [A-Z][a-z]+\."),
+    ]
+    prompt = [{"role": "user", "content": "What is the capital of France? Answer in JSON."}]
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(engine.tokenizer.apply_chat_template(prompt)),
+            sampling=SamplingParams(temperature=0, max_tokens=100, guide=guide),
+        )
+        for i, guide in enumerate(guides)
+    ]
+    texts = ["", ""]
+    for output in engine.run(requests):
+        texts[int(output.request_id)] += output.text
+    answer = json.loads(texts[0])
+    jsonschema.validate(answer, schema)
+    assert (answer["capital"], answer["continent"]) == ("Paris", "Europe")
+    assert texts[1] == "The capital is Paris."

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from grpc_parts import Served, make_engine, play, until
 
 from jetserve.client import Client
-from jetserve.types import FinishReason, Request, SamplingParams
+from jetserve.types import FinishReason, Guide, GuideKind, Request, SamplingParams
 
 LONG = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)
 
@@ -57,6 +58,25 @@ def test_answers_are_the_engines_own_whatever_the_form_of_the_prompt() -> None:
                 assert all(len(entry.top) == 2 for entry in answer.logprobs)
         greedy = client.generate("hello", dataclasses.replace(LONG, max_tokens=4))
         assert client.generate("hello").token_ids[:4] == greedy.token_ids  # greedy unless told otherwise
+
+    with_client(use)
+
+
+def test_guided_answers_have_their_form() -> None:
+    sampling = SamplingParams(temperature=1.5, max_tokens=60)
+    cases: dict[GuideKind, tuple[str, str]] = {
+        GuideKind.JSON_OBJECT: ("", "[{].*"),
+        GuideKind.JSON_SCHEMA: ('{"enum": [12, "x"]}', '12|"x"'),
+        GuideKind.REGEX: ("[a-f]{4}", "[a-f]{4}"),
+        GuideKind.GRAMMAR: ('start: "yes" | "no"', "yes|no"),
+    }
+
+    def use(client: Client, _served: Served) -> None:
+        for kind, (source, expected) in cases.items():
+            guided = dataclasses.replace(sampling, guide=Guide(kind=kind, source=source))
+            for answer in client.generate_samples("hello", dataclasses.replace(guided, n=3)):
+                assert re.fullmatch(expected, answer.text, re.DOTALL)
+                assert answer.finish_reason is FinishReason.STOP or kind is GuideKind.JSON_OBJECT
 
     with_client(use)
 

@@ -50,7 +50,8 @@ class OrchestratorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Decode(self, request, context):
-        """Continues a prompt. Ends with one of these codes:
+        """Continues a prompt. Initial metadata "x-request-id" comes once the engine has taken the request. Ends with one of
+        these codes:
         OK                  every sample has its last message, with a finish reason
         INVALID_ARGUMENT    the request can never succeed as it is; the message says why
         RESOURCE_EXHAUSTED  too many wait; trailing metadata "retry-after-ms", and google.rpc.RetryInfo in the status
