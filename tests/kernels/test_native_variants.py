@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 import pytest
 
 from jetserve.kernels import native
@@ -57,29 +58,39 @@ def test_the_sources_compile_for_other_processors(processor: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def sanitizer_runtimes() -> str | None:
-    """The libraries that must be loaded before all others, or None if the compiler does not come with them."""
+@pytest.fixture(scope="module")
+def runtimes() -> str:
+    """The sanitizers' libraries, which must be loaded before all others."""
     paths = []
     for name in ("libasan.so", "libubsan.so"):
         command = [native.compiler(), f"-print-file-name={name}"]
         path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         if not Path(path).is_absolute():
-            return None
+            pytest.skip(f"the compiler comes without {name}")
         paths.append(path)
     return " ".join(paths)
 
 
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(tmp_path: Path, runtimes: str) -> None:
     """No byte outside of a buffer is touched, and no behaviour is undefined, in any of the cases.
 
     A library with the address sanitizer refuses to load without its runtime, so it cannot be left out unnoticed.
     """
-    runtimes = sanitizer_runtimes()
-    if runtimes is None:
-        pytest.skip("the compiler comes without libasan and libubsan")
     environment = {
         "LD_PRELOAD": runtimes,
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
     run_variant(tmp_path, *SANITIZERS, environment=environment)
+
+
+@pytest.mark.usefixtures("runtimes")
+def test_sanitizers_find_nothing_at_the_edges(tmp_path: Path) -> None:
+    """Buffers as XLA never makes them, empty batches, and numbers that point elsewhere."""
+    program = tmp_path / "attention_memory"
+    command = [native.compiler(), "-std=c++17", native.march_flag(), *SANITIZERS, "-isystem", jax.ffi.include_dir()]
+    command += ["-I", str(Path(native.__file__).parent), str(HERE / "attention_memory.cc"), "-pthread", "-o", program]
+    for step in (command, [program]):
+        done = subprocess.run(step, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+    assert "27 cases" in done.stdout
