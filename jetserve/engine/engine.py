@@ -5,6 +5,7 @@ of networks; `async_engine` puts it behind a queue for servers.
 """
 
 import collections
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,11 +13,13 @@ from jetserve.cache.pages import PageAllocator
 from jetserve.config import EngineConfig
 from jetserve.engine.guided import Guides, Matcher
 from jetserve.engine.output import Stream
-from jetserve.engine.runner import Runner
+from jetserve.engine.runner import Runner, SampledToken
 from jetserve.engine.sampling import MAX_END_TOKENS, NO_TOKEN
 from jetserve.engine.scheduler import Scheduler, Sequence, StepPlan
 from jetserve.tokenizer import Tokenizer
 from jetserve.types import EngineStats, FinishReason, Request, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -148,11 +151,20 @@ class Engine:
             if token is None or sequence.finished:
                 continue
             self._output_tokens += 1
-            output = self._streams[sequence].push(token, is_full=self.scheduler.is_full(sequence))
+            output = self._push(sequence, token)
             if output.finish_reason is not None:
                 self.scheduler.finish(sequence, output.finish_reason)
                 self._forget(sequence)
             outputs.append(output)
+
+    def _push(self, sequence: Sequence, token: SampledToken) -> RequestOutput:
+        """What a token brings. An exception over it is one sequence's, and ends that one alone."""
+        stream = self._streams[sequence]
+        try:
+            return stream.push(token, is_full=self.scheduler.is_full(sequence))
+        except Exception as error:
+            logger.exception("%s ends with an error", sequence.name)
+            return stream.end(FinishReason.ERROR, f"the answer failed: {type(error).__name__}: {error}")
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Submits requests and yields their outputs until all have ended."""

@@ -83,8 +83,8 @@ class Stream:
         return self._output(reason, text, (sampled.token_id,), logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """The last output of a sequence that ends without another token."""
-        return self._output(reason, self._rest(), (), (), error)
+        """The last output of a sequence that ends without another token. An ERROR drops text that was held back."""
+        return self._output(reason, "" if reason is FinishReason.ERROR else self._rest(), (), (), error)
 
     def _text_of(self, token_id: int) -> str:
         # Models pad their vocabularies with ids that no tokenizer has.

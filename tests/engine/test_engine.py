@@ -197,6 +197,11 @@ def test_a_full_cache_ends_a_sequence() -> None:
     assert (answer.reason, len(answer.tokens)) == (FinishReason.LENGTH, 12)
 
 
+def test_outgrowing_all_pages_ends_a_sequence() -> None:
+    answer = ask(make_engine(pages=3), prompt_of(20), dataclasses.replace(GREEDY, max_tokens=50))
+    assert (answer.reason, len(answer.tokens)) == (FinishReason.LENGTH, 5)
+
+
 def test_end_of_sequence_as_the_very_first_token() -> None:
     params = SamplingParams(temperature=0, max_tokens=12, logit_bias={END: 100.0})
     answer = ask(make_engine(), prompt_of(9), params)
@@ -295,6 +300,31 @@ def test_cancel() -> None:
     assert engine.stats().finished == {FinishReason.CANCELLED: 2, FinishReason.LENGTH: 6}
 
 
+def test_cancelling_a_prompt_that_is_half_read_frees_its_pages() -> None:
+    engine = make_engine(max_step_tokens=8)
+    engine.submit(Request(request_id="long", prompt_token_ids=prompt_of(60), sampling=GREEDY))
+    assert [engine.step() for _ in range(3)] == [[], [], []]
+    assert engine.stats().pages_used == 8
+    (ended,) = engine.cancel("long")
+    assert (ended.finish_reason, ended.usage.output_tokens) == (FinishReason.CANCELLED, 0)
+    assert (engine.has_work, engine.stats().pages_used) == (False, 0)
+
+
+def test_a_long_prompt_holds_others_for_no_more_than_a_chunk() -> None:
+    """While it is read, in chunks, every step brings a token for all that had begun."""
+    engine = make_engine(max_step_tokens=8)
+    lengths = {"a": 3, "b": 5}
+    for name, length in lengths.items():
+        engine.submit(Request(request_id=name, prompt_token_ids=prompt_of(length), sampling=GREEDY))
+    engine.step()
+    engine.submit(Request(request_id="long", prompt_token_ids=prompt_of(60), sampling=GREEDY))
+    for _ in range(60 // (8 - len(lengths)) - 1):
+        tokens = {output.request_id: len(output.token_ids) for output in engine.step()}
+        assert tokens == {"a": 1, "b": 1}
+    assert {output.request_id for output in engine.step()} == {"a", "b", "long"}
+    run(engine, [])
+
+
 def test_deadline() -> None:
     engine = make_engine()
     late = Request(request_id="late", prompt_token_ids=prompt_of(9), sampling=GREEDY, deadline=time.monotonic() - 1)
@@ -349,6 +379,25 @@ def test_a_step_that_fails_ends_those_it_computed_and_the_others_go_on(monkeypat
     assert tokens_of(run(engine, [])) == {name: expected[name] for name in ("r2", "r3", "r4")}
     again = ask(engine, prompt_of(20))
     assert (again.tokens, again.last.usage.cached_tokens) == (cached, 0)
+
+
+def test_an_exception_over_one_answer_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    requests = mixed_requests(4)
+    expected = alone(PLAIN, requests)
+    for request in requests:
+        engine.submit(request)
+    outputs = [output for _ in range(3) for output in engine.step()]
+    stream = next(stream for sequence, stream in engine._streams.items() if sequence.request_id == "r1")
+    monkeypatch.setattr(stream, "_detokenizer", None)
+    while engine.has_work:
+        outputs += engine.step()
+    answers = collect(outputs)
+    assert answers["r1", 0].reason is FinishReason.ERROR
+    assert "NoneType" in answers["r1", 0].last.error
+    assert engine.stats().pages_used == 0
+    others = {name: tokens for name, tokens in tokens_of(answers).items() if name != "r1"}
+    assert others == {name: tokens for name, tokens in expected.items() if name != "r1"}
 
 
 def test_a_failure_before_anything_was_planned_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:

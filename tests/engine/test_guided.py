@@ -133,6 +133,14 @@ def test_a_regular_expression(pattern: str) -> None:
     assert len({answer.text for answer in answers}) > 1
 
 
+def test_half_a_character_is_never_shown() -> None:
+    """Here every character takes several tokens."""
+    for answer in answers_of(guided(GuideKind.REGEX, "[é青🙂]{6}"), 4):
+        assert len(answer.tokens) > 6
+        assert all("\ufffd" not in output.text for output in answer.outputs)
+        assert [output.text for output in answer.outputs if output.text] == list(answer.text)
+
+
 def test_a_grammar() -> None:
     source = """
 start: sum
