@@ -2,12 +2,12 @@
 
 Owns the worker, the queue in front of the engine, and who waits for what. Knows nothing of networks.
 
-Why no lock guards the engine: only the worker calls it, from the first request to the last, but for `prepare`, which is
-made for any thread: guides are compiled in threads of their own, before the worker sees the request. What the two sides
-share is the `_Shared` state, read and written under its condition: requests come in and consumers say that they left
-through it. Results go the other way by `loop.call_soon_threadsafe`, into mailboxes that only their event loop touches.
-`stats` reads a frozen snapshot that the worker replaces as a whole. The worker never waits for a consumer, so a slow
-reader delays nobody; what piles up for it is no more than its own answer.
+Why no lock guards the engine: only the worker calls it, from the first request to the last, but for `prepare` and
+`is_prepared`, which are made for any thread: guides are compiled in threads of their own, before the worker sees the
+request. What the two sides share is the `_Shared` state, read and written under its condition: requests come in and
+consumers say that they left through it. Results go the other way by `loop.call_soon_threadsafe`, into mailboxes that
+only their event loop touches. `stats` reads a frozen snapshot that the worker replaces as a whole. The worker never
+waits for a consumer, so a slow reader delays nobody; what piles up for it is no more than its own answer.
 """
 
 import asyncio
@@ -156,13 +156,13 @@ class AsyncEngine:
                     " (max_queue). Try again later"
                 )
             shared.open.add(consumer)
-            if consumer.request.sampling.guide is not None:
+            if self.engine.is_prepared(consumer.request):
+                shared.inbox.append(consumer)
+                shared.condition.notify_all()
+            else:
                 shared.preparing += 1
                 preparing = self._preparers.submit(self.engine.prepare, consumer.request)
                 preparing.add_done_callback(functools.partial(self._take_prepared, consumer))
-            else:
-                shared.inbox.append(consumer)
-                shared.condition.notify_all()
 
     def _take_prepared(self, consumer: _Consumer, preparing: "concurrent.futures.Future[None]") -> None:
         """Hands a request on to the worker, or refuses it. In a thread that prepares."""

@@ -52,6 +52,10 @@ class Engine:
         self.guides.warm_up()
         self.runner.warm_up(progress)
 
+    def is_prepared(self, request: Request) -> bool:
+        """Whether `submit` will be quick."""
+        return request.sampling.guide is None or self.guides.is_prepared(request.sampling.guide)
+
     def prepare(self, request: Request) -> None:
         """Does ahead of `submit`, in any thread, what may take it long: compiling a guide.
 
@@ -59,7 +63,7 @@ class Engine:
           ValueError: for a guide that cannot be used.
         """
         if request.sampling.guide is not None:
-            self.guides.prepare(request.sampling.guide)
+            self.guides.find(request.sampling.guide)
 
     def submit(self, request: Request) -> None:
         """Queues a request; its outputs come from `step`.

@@ -4,8 +4,10 @@ Owns llguidance (https://github.com/guidance-ai/llguidance): the vocabulary as i
 and what each sequence may say next. Knows nothing of devices, of scheduling, or of when else a sequence ends.
 """
 
+import collections
 import functools
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +93,8 @@ class Guides:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._has_end = any(token < vocab_size for token in tokenizer.eos_token_ids)
-        self._compiled = functools.lru_cache(MAX_COMPILED)(self._compile)
+        self._lock = threading.Lock()
+        self._compiled: collections.OrderedDict[Guide, LLMatcher] = collections.OrderedDict()  # last used last
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -103,26 +106,37 @@ class Guides:
         if self._has_end:
             assert self._vocabulary
 
-    def prepare(self, guide: Guide) -> None:
-        """Compiles a guide, so that `start` finds it.
+    def is_prepared(self, guide: Guide) -> bool:
+        """Whether `find` finds this guide compiled."""
+        return guide in self._compiled
+
+    def find(self, guide: Guide) -> LLMatcher:
+        """A guide compiled, now or before: a matcher at the beginning of an answer, of which sequences take copies.
 
         Raises:
           ValueError: for a guide that is malformed, too complex, of a kind that llguidance does not support, or that no
             text of this vocabulary matches; or for any, if the tokenizer has no end of sequence.
         """
-        self._compiled(guide)
+        with self._lock:
+            if guide in self._compiled:
+                self._compiled.move_to_end(guide)
+                return self._compiled[guide]
+        compiled = self._compile(guide)  # without the lock: it may take seconds
+        with self._lock:
+            self._compiled[guide] = compiled
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
 
-    def start(self, guide: Guide) -> LLMatcher:
-        """A matcher at the beginning of an answer. Raises as `prepare` does."""
-        return self._compiled(guide).deep_copy()
+    def renew(self, guide: Guide, full: LLMatcher) -> LLMatcher:
+        """A matcher that shares nothing, for one of the copies of `full`, which is forgotten.
 
-    def restart(self, guide: Guide) -> LLMatcher:
-        """As `start`, with nothing in it of what others used.
-
-        The copies of a matcher share the states of its lexer, which only grow.
+        Copies share the states that their lexer has been in, which only grow, up to a limit.
         """
-        self._compiled.cache_clear()
-        return self.start(guide)
+        with self._lock:
+            if self._compiled.get(guide) is full:
+                del self._compiled[guide]
+        return self._compile(guide)
 
     def _compile(self, guide: Guide) -> LLMatcher:
         if not self._has_end:
@@ -170,11 +184,12 @@ class Matcher:
     """What one sequence may say next. `error`: why it can say nothing, once that is so."""
 
     def __init__(self, guides: Guides, guide: Guide) -> None:
-        """At the beginning of the answer. Raises ValueError as `Guides.prepare` does."""
+        """At the beginning of the answer. Raises ValueError as `Guides.find` does."""
         self.error: str | None = None
         self._guides = guides
         self._guide = guide
-        self._state = guides.start(guide)
+        self._compiled = guides.find(guide)
+        self._state = self._compiled.deep_copy()
         self._tokens: list[int] = []
         self._restarted = False
 
@@ -191,11 +206,11 @@ class Matcher:
             self._fail()
 
     def _restart(self) -> bool:
-        """Whether a new start got rid of an error: only of one that others brought about."""
+        """Whether a start of its own got rid of an error: only of one that others may have brought about."""
         if _FULL not in self._state.get_error() or self._restarted:
             return False
         self._restarted = True
-        self._state = self._guides.restart(self._guide)
+        self._state = self._guides.renew(self._guide, self._compiled)
         self._state.consume_tokens(self._tokens)
         return not self._state.is_error()
 

@@ -43,6 +43,7 @@ class FakeEngine:
         self.gate.set()
         self.guide_gate = threading.Event()
         self.guide_gate.set()
+        self.prepared: set[Guide] = set()
         self.in_step = threading.Event()
         self.fail_next = 0
         self.steps = 0
@@ -54,12 +55,16 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.live)
 
+    def is_prepared(self, request: Request) -> bool:
+        return request.sampling.guide is None or request.sampling.guide in self.prepared
+
     def prepare(self, request: Request) -> None:
         assert threading.get_ident() not in self._threads
         assert self.guide_gate.wait(TIMEOUT)
         assert request.sampling.guide is not None
         if request.sampling.guide.source == "(":
             raise ValueError("bad guide")
+        self.prepared.add(request.sampling.guide)
 
     def submit(self, request: Request) -> None:
         self._threads.add(threading.get_ident())
@@ -453,6 +458,19 @@ def test_a_guide_is_compiled_while_others_are_served(fake: FakeEngine) -> None:
         assert not guided.done()
         fake.guide_gate.set()
         assert tokens_of(await guided) == [5] * 3
+
+    play(fake, scene)
+
+
+def test_a_guide_that_is_there_waits_for_no_other(fake: FakeEngine) -> None:
+    async def scene(engine: AsyncEngine) -> None:
+        assert tokens_of(await answer(engine, request_of("first", regex="a"))) == [7] * 3
+        fake.guide_gate.clear()
+        slow = [asyncio.create_task(answer(engine, request_of(f"slow{i}", regex=f"b{i}"))) for i in range(10)]
+        await until(lambda: engine.stats().waiting == 10)
+        assert tokens_of(await answer(engine, request_of("again", regex="a"))) == [7] * 3
+        fake.guide_gate.set()
+        await asyncio.gather(*slow)
 
     play(fake, scene)
 

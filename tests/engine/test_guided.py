@@ -398,13 +398,23 @@ def test_what_the_vocabulary_cannot_say_ends_with_an_error(pattern: str) -> None
         engine.prepare(requests_of(guided(GuideKind.REGEX, "[qz]"), 1)[0])
 
 
+def test_the_guides_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guided_module, "MAX_COMPILED", 2)
+    engine = make_engine(max_length=LENGTH)
+    first, second, third = (requests_of(guided(GuideKind.REGEX, source), 1)[0] for source in ("a", "b", "c"))
+    for request in (first, second, first, third):
+        engine.prepare(request)
+    assert [engine.is_prepared(request) for request in (first, second, third)] == [True, False, True]
+    assert run(engine, [second])["g0", 0].text == "b"
+
+
 def test_a_lexer_that_others_have_filled_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with one guide share the states that they find, of which there is a limit."""
     limits = LLParserLimits(max_lexer_states=1500, verbose_errors=False)
     monkeypatch.setattr(guided_module, "LIMITS", limits)
     restarts = []
-    restart = Guides.restart
-    monkeypatch.setattr(Guides, "restart", lambda *args: restarts.append(args) or restart(*args))
+    renew = Guides.renew
+    monkeypatch.setattr(Guides, "renew", lambda *args: restarts.append(args) or renew(*args))
     pattern = "[ab]*a[ab]{120}c"
     answers = answers_of(
         guided(GuideKind.REGEX, pattern, logit_bias={tokenizer().encode("c", add_special_tokens=False)[0]: 9.0}), 24
