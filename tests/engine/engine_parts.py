@@ -23,7 +23,7 @@ from jetserve.kernels import select
 from jetserve.parallel.mesh import make_mesh
 from jetserve.testing import make_tiny_checkpoint
 from jetserve.tokenizer import Tokenizer
-from jetserve.types import FinishReason, Request, RequestOutput, SamplingParams
+from jetserve.types import FinishReason, Guide, GuideKind, Request, RequestOutput, SamplingParams
 
 VOCABULARY, END = 320, 2
 MAX_LENGTH = 72
@@ -192,3 +192,28 @@ def staggered(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
             outputs += engine.step()
     assert engine.stats().pages_used == 0
     return tokens_of(collect(outputs))
+
+
+# Guided answers
+
+LENGTH = 480
+HOT = SamplingParams(temperature=1.5, max_tokens=LENGTH - 20)
+
+
+def guided(kind: GuideKind, source: str = "", **settings: Any) -> SamplingParams:
+    return dataclasses.replace(HOT, guide=Guide(kind=kind, source=source), **settings)
+
+
+def requests_of(params: SamplingParams, count: int) -> list[Request]:
+    return [
+        Request(
+            request_id=f"g{seed}",
+            prompt_token_ids=prompt_of(1 + seed % 7, seed),
+            sampling=dataclasses.replace(params, seed=seed),
+        )
+        for seed in range(count)
+    ]
+
+
+def answers_of(params: SamplingParams, count: int = 8, engine: Engine | None = None) -> list[Answer]:
+    return list(run(engine or make_engine(max_length=LENGTH), requests_of(params, count)).values())

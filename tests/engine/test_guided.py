@@ -3,40 +3,32 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
 import jsonschema
 import numpy as np
 import pytest
-import sentencepiece
 from engine_parts import (
     END,
+    LENGTH,
     PLAIN,
     VOCABULARY,
-    Answer,
     alone,
-    checkpoint,
+    answers_of,
+    guided,
     make_engine,
     mixed_requests,
     prompt_of,
+    requests_of,
     run,
-    runner_of,
     staggered,
     tokenizer,
     tokens_of,
 )
-from llguidance import LLParserLimits
 
-from jetserve.engine import guided as guided_module
-from jetserve.engine.engine import Engine
-from jetserve.engine.guided import Guides, Matcher, fill_masks
-from jetserve.testing import make_tiny_checkpoint
-from jetserve.tokenizer import Tokenizer
 from jetserve.types import FinishReason, Guide, GuideKind, Request, SamplingParams
 
-LENGTH = 480
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -59,30 +51,10 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_pattern": " "},
 }
-HOT = SamplingParams(temperature=1.5, max_tokens=LENGTH - 20)
-
-
-def guided(kind: GuideKind, source: str = "", **settings: Any) -> SamplingParams:
-    return dataclasses.replace(HOT, guide=Guide(kind=kind, source=source), **settings)
 
 
 def schema(value: dict[str, Any], **settings: Any) -> SamplingParams:
     return guided(GuideKind.JSON_SCHEMA, json.dumps(value), **settings)
-
-
-def requests_of(params: SamplingParams, count: int) -> list[Request]:
-    return [
-        Request(
-            request_id=f"g{seed}",
-            prompt_token_ids=prompt_of(1 + seed % 7, seed),
-            sampling=dataclasses.replace(params, seed=seed),
-        )
-        for seed in range(count)
-    ]
-
-
-def answers_of(params: SamplingParams, count: int = 8, engine: Engine | None = None) -> list[Answer]:
-    return list(run(engine or make_engine(max_length=LENGTH), requests_of(params, count)).values())
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.slow)])
@@ -154,6 +126,22 @@ NUMBER: /[1-9][0-9]?/
         assert eval(answer.text) > 1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 3, "min_p": 0.2},
+        {"top_p": 0.01, "temperature": 0.1},
+        {"repetition_penalty": 3.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
+        {"logit_bias": dict.fromkeys(range(40, 300), -100.0), "min_tokens": 50},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_whatever_else_is_asked_for(settings: dict[str, Any]) -> None:
+    for answer in answers_of(schema(SCHEMA, **settings), 3):
+        assert answer.reason is FinishReason.STOP
+        jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
 def test_greedily() -> None:
     first, again = (answers_of(schema(SCHEMA, temperature=0.0), 2) for _ in range(2))
     assert [answer.tokens for answer in first] == [answer.tokens for answer in again]
@@ -161,6 +149,7 @@ def test_greedily() -> None:
         jsonschema.validate(json.loads(answer.text), SCHEMA)
 
 
+@pytest.mark.slow
 def test_in_any_company() -> None:
     """Alone, beside others with and without guides, chunked, preempted, from the prefix cache: the same."""
     guides = [
@@ -237,18 +226,7 @@ def test_special_tokens_are_no_text() -> None:
         assert len(json.loads(answer.text)) == 20
 
 
-def test_ids_that_the_tokenizer_lacks_never_come(tmp_path: Path) -> None:
-    smaller = Tokenizer.from_folder(make_tiny_checkpoint(tmp_path, vocab_size=300))
-    engine = Engine(runner_of(PLAIN, max_length=LENGTH), smaller)
-    padding = dict.fromkeys(range(300, VOCABULARY), 100.0)
-    requests = [
-        dataclasses.replace(request, prompt_token_ids=tuple(token % 300 for token in request.prompt_token_ids))
-        for request in requests_of(schema(SCHEMA, logit_bias=padding), 4)
-    ]
-    for answer in run(engine, requests).values():
-        jsonschema.validate(json.loads(answer.text), SCHEMA)
-
-
+@pytest.mark.slow
 def test_logprobs_are_the_models_own() -> None:
     engine = make_engine(max_length=LENGTH)
     request = requests_of(guided(GuideKind.REGEX, "[A-Z]{6}", logprobs=3), 1)[0]
@@ -305,121 +283,3 @@ def test_a_guide_that_gets_stuck_ends_its_answer_alone_with_the_reason() -> None
     assert answers["stuck", 0].reason is FinishReason.ERROR
     assert "cannot go on as its regex asks" in answers["stuck", 0].last.error
     assert all(len(answers[request.request_id, 0].text) == 9 for request in good)
-
-
-def test_without_an_end_of_sequence_there_are_no_guides() -> None:
-    endless = Tokenizer.from_folder(checkpoint())
-    endless.eos_token_ids = ()
-    engine = Engine(runner_of(PLAIN, max_length=LENGTH), endless)
-    engine.guides.warm_up()
-    with pytest.raises(ValueError, match="no end of sequence"):
-        engine.prepare(requests_of(guided(GuideKind.JSON_OBJECT), 1)[0])
-
-
-def says(tokenizer: Tokenizer, guide: Guide, seed: int) -> list[int]:
-    """Tokens drawn evenly from those that may come, up to the end."""
-    rng = np.random.default_rng(seed)
-    matcher, tokens = Matcher(Guides(tokenizer, tokenizer.vocab_size), guide), []
-    while not matcher.is_complete:
-        mask = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.uint32)
-        fill_masks({0: matcher}, mask)
-        assert matcher.error is None
-        tokens.append(int(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))))
-        matcher.advance(tokens[-1])
-    return tokens
-
-
-def train(folder: Path, **settings: Any) -> tuple[Tokenizer, Any]:
-    """A small tokenizer, and SentencePiece's own of the same model."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["bcd bcd bcd bcd ab ab x y", "and so it is said that bcd is not ab"] * 20),
-        model_prefix=str(folder / "tokenizer"),
-        minloglevel=2,
-        byte_fallback=True,
-        vocab_size=320,
-        hard_vocab_limit=False,
-        **settings,
-    )
-    oracle = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    return Tokenizer.from_folder(folder), oracle
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [{"model_type": "bpe"}, {"model_type": "unigram"}, {"model_type": "bpe", "add_dummy_prefix": False}],
-    ids=["bpe", "unigram", "no prefix"],
-)
-def test_what_must_come_is_written_as_the_model_learnt_it(tmp_path: Path, kind: dict[str, Any]) -> None:
-    """SentencePiece puts a space before every text that it is given, which the middle of an answer does not have."""
-    trained, oracle = train(tmp_path, **kind, normalization_rule_name="identity", remove_extra_whitespaces=False)
-    for middle in (" bcd is that", "abcd and ab", "é"):
-        guide = Guide(kind=GuideKind.REGEX, source=f"[xy]{middle}[.]")
-        tokens = says(trained, guide, seed=len(middle))
-        text = b"".join(trained.token_text(token) for token in tokens).decode()
-        assert re.fullmatch(guide.source, text)
-        said = tokens[1:-1]  # less the letter and the full stop
-        assert said == oracle.encode(text[:-1])[-len(said) :]
-
-
-def test_what_the_tokenizer_would_change_comes_all_the_same(tmp_path: Path) -> None:
-    trained, oracle = train(tmp_path, model_type="unigram")  # makes one space of two, and plain letters of wide ones
-    text = "ab  and\nａｂ, bcd"
-    assert oracle.decode(oracle.encode(text)) != text
-    tokens = says(trained, Guide(kind=GuideKind.REGEX, source=text), seed=0)
-    assert b"".join(trained.token_text(token) for token in tokens).decode() == text
-
-
-def test_an_end_of_sequence_is_no_text_whatever_it_spells() -> None:
-    odd = Tokenizer.from_folder(checkpoint())
-    (end,) = odd.encode("e", add_special_tokens=False)
-    odd.eos_token_ids = (end,)
-    engine = Engine(runner_of(PLAIN, max_length=LENGTH), odd)
-    for answer in answers_of(guided(GuideKind.REGEX, "[d-f]{20}", logit_bias={end: 100.0}), 4, engine):
-        assert re.fullmatch("[d-f]{20}", answer.text)
-
-
-class Lacking(Tokenizer):
-    """One without any token that has a "q" or a "z"."""
-
-    def has_token(self, token_id: int) -> bool:
-        return super().has_token(token_id) and not {*b"qz"} & {*self.token_text(token_id)}
-
-
-@pytest.mark.parametrize("pattern", ["[ab]{3}[qz]", "[ab]{3}(z|zy)c", "[ab]{3}z+[a-z]{3}"])
-def test_what_the_vocabulary_cannot_say_ends_with_an_error(pattern: str) -> None:
-    engine = Engine(runner_of(PLAIN, max_length=LENGTH), Lacking.from_folder(checkpoint()))
-    for answer in answers_of(guided(GuideKind.REGEX, pattern), 2, engine):
-        assert answer.reason is FinishReason.ERROR
-        assert "cannot go on as its regex asks" in answer.last.error
-        assert re.fullmatch("[ab]{3}", answer.text)
-    for answer in answers_of(guided(GuideKind.REGEX, "[ab]{3}[qyz]"), 2, engine):
-        assert (answer.reason, answer.text[3]) == (FinishReason.STOP, "y")
-    with pytest.raises(ValueError, match="no token of the vocabulary can come next"):
-        engine.prepare(requests_of(guided(GuideKind.REGEX, "[qz]"), 1)[0])
-
-
-def test_the_guides_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guided_module, "MAX_COMPILED", 2)
-    engine = make_engine(max_length=LENGTH)
-    first, second, third = (requests_of(guided(GuideKind.REGEX, source), 1)[0] for source in ("a", "b", "c"))
-    for request in (first, second, first, third):
-        engine.prepare(request)
-    assert [engine.is_prepared(request) for request in (first, second, third)] == [True, False, True]
-    assert run(engine, [second])["g0", 0].text == "b"
-
-
-def test_a_lexer_that_others_have_filled_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests with one guide share the states that they find, of which there is a limit."""
-    limits = LLParserLimits(max_lexer_states=1500, verbose_errors=False)
-    monkeypatch.setattr(guided_module, "LIMITS", limits)
-    restarts = []
-    renew = Guides.renew
-    monkeypatch.setattr(Guides, "renew", lambda *args: restarts.append(args) or renew(*args))
-    pattern = "[ab]*a[ab]{120}c"
-    answers = answers_of(
-        guided(GuideKind.REGEX, pattern, logit_bias={tokenizer().encode("c", add_special_tokens=False)[0]: 9.0}), 24
-    )
-    assert restarts
-    for answer in answers:
-        assert answer.reason is FinishReason.STOP
-        assert re.fullmatch(pattern, answer.text)
