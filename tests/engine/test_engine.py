@@ -174,6 +174,22 @@ def test_warm_up_compiles_everything() -> None:
     assert sizes == (runner._step._cache_size(), sampling.sample._cache_size(), sampling.sample_greedy._cache_size())
 
 
+def test_a_warm_up_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(engine.runner, "_step", lambda *_args, **_settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.warm_up()
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["float", "int8"])
+def test_the_pages_have_the_type_that_was_asked_for(quantize: bool) -> None:
+    """Whatever the weights are: here they are floats."""
+    runner = runner_of(Setup(quantize_cache=quantize))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(runner._cache)} == (
+        {"int8", "float32"} if quantize else {"float32"}
+    )
+
+
 # How a request ends
 
 
