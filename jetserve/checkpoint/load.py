@@ -107,6 +107,7 @@ def load_model(
     quantize_activation: bool = False,
     mesh: Mesh,
     dtype: jnp.dtype,
+    exact_activations: bool = True,
     progress: Progress = silent,
 ) -> LoadedModel:
     """Loads a checkpoint of any format.
@@ -119,18 +120,20 @@ def load_model(
       quantize_activation: whether linear layers quantize their other operand as they run.
       mesh: where the weights go.
       dtype: of the weights that stay floats.
+      exact_activations: whether kernels must leave activations as they are where they would rather quantize them.
       progress: wraps the sequence of tensors.
 
     Raises:
       CheckpointError: for what is wrong with the files.
       ValueError: for settings that cannot be had, before any weight is read.
     """
+    placement = Placement(mesh=mesh, dtype=dtype, exact_activations=exact_activations)
     opened = open_model(path, quantize_type=quantize_type)
     model, parameters = opened.build()
     source = opened.source
     if isinstance(source, NativeCheckpoint):
         check_settings(source, parameters, quantize_type=quantize_type, block_size=block_size, symmetric=symmetric)
-        reports = _load_native(source, parameters, quantize_activation, mesh, dtype, progress)
+        reports = _load_native(source, parameters, quantize_activation, placement, progress)
         made = source.manifest.quantization.type
     else:
         recipe = Recipe.from_settings(
@@ -140,7 +143,7 @@ def load_model(
             quantize_activation=quantize_activation,
             source_quantized=source.kind is SourceKind.QUANTIZED,
         )
-        reports = _load_other(source, parameters, recipe, mesh, dtype, progress)
+        reports = _load_other(source, parameters, recipe, placement, progress)
         made = recipe.quantize_type
     _report_replicated(parameters, mesh)
     return LoadedModel(
@@ -174,8 +177,7 @@ def _load_other(
     source: CheckpointReader,
     parameters: Sequence[Parameter],
     recipe: Recipe,
-    mesh: Mesh,
-    dtype: jnp.dtype,
+    placement: "Placement",
     progress: Progress,
 ) -> list[TensorReport]:
     plan = recipe.plan(parameters)
@@ -183,7 +185,7 @@ def _load_other(
     reports = []
     for parameter in progress(parameters):
         weight = make_weight(source, parameter, recipe, plan[parameter.path])
-        place(parameter, weight.array, weight.bits, mesh, dtype)
+        place(parameter, weight.array, weight.bits, placement)
         reports.append(weight.report)
     return reports
 
@@ -192,8 +194,7 @@ def _load_native(
     source: NativeCheckpoint,
     parameters: Sequence[Parameter],
     quantize_activation: bool,
-    mesh: Mesh,
-    dtype: jnp.dtype,
+    placement: "Placement",
     progress: Progress,
 ) -> list[TensorReport]:
     check_entries(source, parameters)
@@ -207,7 +208,7 @@ def _load_native(
         parameter = by_source[entry.name]
         if isinstance(array, QArray) and quantize_activation and parameter.role is Role.LINEAR:
             array = dataclasses.replace(array, quantize_activation=True)
-        place(parameter, array, entry.bits, mesh, dtype)
+        place(parameter, array, entry.bits, placement)
     return [entry.report for entry in source.manifest.tensors]
 
 
@@ -266,33 +267,41 @@ def check_settings(
             )
 
 
-def place(parameter: Parameter, array: QArray | np.ndarray, bits: int | None, mesh: Mesh, dtype: jnp.dtype) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where weights go, what floats are cast to, and whether their kernels must leave activations as they are."""
+
+    mesh: Mesh
+    dtype: jnp.dtype
+    exact_activations: bool
+
+
+def place(parameter: Parameter, array: QArray | np.ndarray, bits: int | None, placement: Placement) -> None:
     """Puts a weight of the host onto the mesh, each shard straight to its device, as its kernel wants it.
 
     Args:
       parameter: takes the result.
       array: of numpy arrays, with int4 values in int8 containers.
       bits: of quantized values; None for floats.
-      mesh: where it goes.
-      dtype: what floats are cast to.
+      placement: where it goes, and as what.
 
     Raises:
       ValueError: if values do not fit their integer type, naming the tensor.
     """
-    if isinstance(array, QArray) and bits == 4 and mesh.devices.flat[0].platform == "cpu":
+    if isinstance(array, QArray) and bits == 4 and placement.mesh.devices.flat[0].platform == "cpu":
         array = _cast_on_host(array)
 
     def put(leaf: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
         # A shard is cut out, and cast, one by one: a view of a memory map is never copied whole.
-        to = dtype if bits is None else leaf.dtype
+        to = placement.dtype if bits is None else leaf.dtype
         return jax.make_array_from_callback(
             leaf.shape, sharding, lambda index: np.ascontiguousarray(leaf[index]).astype(to, copy=False)
         )
 
-    placed = jax.tree.map(put, array, shardings(parameter, array, mesh))
+    placed = jax.tree.map(put, array, shardings(parameter, array, placement.mesh))
     if bits is not None:
         placed = cast_values(placed, bits, name=parameter.source)
-    give(parameter, placed)
+    give(parameter, placed, exact_activations=placement.exact_activations)
 
 
 def shardings(parameter: Parameter, weight: Any, mesh: Mesh) -> Any:
@@ -302,10 +311,10 @@ def shardings(parameter: Parameter, weight: Any, mesh: Mesh) -> Any:
     return weight_sharding(parameter.axes, weight, mesh)
 
 
-def give(parameter: Parameter, placed: Any) -> None:
+def give(parameter: Parameter, placed: Any, *, exact_activations: bool = True) -> None:
     """Lays a weight that is on the mesh out for its kernel, and gives it to the model."""
     if parameter.axes is not None:
-        placed = select.prepare("quantized_matmul", placed)
+        placed = select.prepare("quantized_matmul", placed, exact_activations=exact_activations)
     parameter.variable.set_value(placed)
 
 

@@ -5,7 +5,7 @@ An operation is a folder beside this file; each file in it is an implementation 
   PLATFORMS: frozenset of jax platform names it serves, or None for all;
   PRIORITY: of several that serve, the highest is tried first;
   run(*args, **kwargs): the operation, or NotImplementedError for arguments that it does not take;
-  prepare(weight): optional; the weight laid out as `run` wants it, once at load, or NotImplementedError.
+  prepare(weight, **options): optional; the weight laid out as `run` wants it, once at load, or NotImplementedError.
 
 Knows nothing of what the operations compute.
 """
@@ -109,9 +109,9 @@ def call(op: str, *args: Any, implementation: str | None = None, **kwargs: Any) 
     return _first(op, "run", implementation, args, kwargs)
 
 
-def prepare(op: str, weight: Any, *, implementation: str | None = None) -> Any:
+def prepare(op: str, weight: Any, *, implementation: str | None = None, **options: Any) -> Any:
     """The weight as the first candidate that takes it wants it; unchanged if that one has no wish."""
-    return _first(op, "prepare", implementation, (weight,), {})
+    return _first(op, "prepare", implementation, (weight,), options)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Choice:

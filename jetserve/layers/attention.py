@@ -7,7 +7,7 @@ from flax import nnx
 
 from jetserve.kernels import select
 from jetserve.kernels.attention import KVPages, RaggedBatch
-from jetserve.layers.linear import Linear
+from jetserve.layers.linear import Linear, project
 from jetserve.layers.rope import Rope
 
 
@@ -34,7 +34,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, batch: RaggedBatch, pages: KVPages) -> tuple[jax.Array, KVPages]:
         """[T, D] -> [T, D], and the layer's pages with this batch's keys and values in them."""
         T, H = x.shape[0], self.head_size
-        q, k, v = (linear(x).reshape(T, -1, H) for linear in (self.q, self.k, self.v))
-        q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        q, k, v = (y.reshape(T, -1, H) for y in project(x, self.q, self.k, self.v))
+        q, k = self.rope(q, k, batch.positions)
         out, pages = select.call("attention", q, k, v, pages, batch, scale=H**-0.5, sliding_window=self.sliding_window)
         return self.o(out.reshape(T, -1)), pages

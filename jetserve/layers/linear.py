@@ -26,5 +26,11 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """[..., K] -> [..., N]."""
-        y = select.call("quantized_matmul", x, self.weight.get_value(), out_dtype=out_dtype)
-        return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
+        return project(x, self, out_dtype=out_dtype)[0]
+
+
+def project(x: jax.Array, *linears: Linear, out_dtype: jnp.dtype | None = None) -> list[jax.Array]:
+    """x [..., K] through several layers at once: [..., N] of each."""
+    weights = [linear.weight.get_value() for linear in linears]
+    biases = [None if linear.bias is None else linear.bias.get_value() for linear in linears]
+    return select.call("projections", x, weights, biases, out_dtype=out_dtype)

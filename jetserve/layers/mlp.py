@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 from flax import nnx
 
-from jetserve.layers.linear import Linear
+from jetserve.layers.linear import Linear, project
 
 
 class GatedMLP(nnx.Module):
@@ -18,4 +18,5 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, D]."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = project(x, self.gate, self.up)
+        return self.down(jax.nn.silu(gate) * up)

@@ -1,10 +1,12 @@
-"""Normalization layers, computed in float32."""
+"""Normalization layers."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jetserve.kernels import select
 
 
 class RMSNorm(nnx.Module):
@@ -16,6 +18,4 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
-        y = x.astype(jnp.float32)
-        y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
-        return (y * self.scale.get_value().astype(jnp.float32)).astype(x.dtype)
+        return select.call("rms_norm", x, self.scale.get_value(), epsilon=self.epsilon)

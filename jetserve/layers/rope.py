@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, "RoFormer") in Hugging Face's half-split layout, and its scalings."""
+"""Rotary position embedding and its scalings; `kernels/rope` says how heads are rotated."""
 
 import dataclasses
 import math
@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jetserve.kernels import select
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,12 +41,9 @@ class Rope:
             raise ValueError(f"rope scaling is {kind!r}; expected default, linear or llama3 (others are not built)")
         return cls(inverse_frequencies=tuple(frequencies.tolist()))
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotates x [T, N, H] by positions [T]."""
-        angles = positions[:, None].astype(jnp.float32) * jnp.asarray(self.inverse_frequencies, jnp.float32)
-        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]  # [T, 1, H/2]
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rotates q [T, N, H] and k [T, K, H] by positions [T]."""
+        return select.call("rope", q, k, positions, jnp.asarray(self.inverse_frequencies, jnp.float32))
 
 
 def _llama3(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 from jetserve.kernels import native
 
-TESTS = ("test_attention.py", "test_quantized_matmul.py", "test_embedding_lookup.py")
+TESTS = ("test_attention.py", "test_quantized_matmul.py", "test_embedding_lookup.py", "test_elementwise.py")
 
 
 def main() -> None:

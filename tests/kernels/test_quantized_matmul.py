@@ -16,11 +16,11 @@ CASES = quantized_matmul_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
-def run(name: str, case: MatmulCase) -> tuple[np.ndarray, np.ndarray]:
+def run(name: str, case: MatmulCase, **options: bool) -> tuple[np.ndarray, np.ndarray]:
     """Found and expected; skips what the implementation refuses."""
     x, w, expected = case.build()
     try:
-        prepared = select.prepare("quantized_matmul", w, implementation=name)
+        prepared = select.prepare("quantized_matmul", w, implementation=name, **options)
         y = select.call("quantized_matmul", x, prepared, implementation=name)
     except NotImplementedError as reason:
         pytest.skip(f"{name} refuses: {reason}")
@@ -43,10 +43,13 @@ def test_reference(case: MatmulCase) -> None:
     check(*run("xla", case), case)
 
 
-# The kernel's int8 activations have finer scales than the reference's: both are near, neither is the other.
+# The kernel's activations have finer scales than the reference's: both are near, neither is the other.
 @every_case
-def test_cpu(case: MatmulCase) -> None:
-    check(*run("cpu", case), case, tolerance=2e-3 if case.quantize_activation else 2e-6)
+@pytest.mark.parametrize("exact_activations", [False, True])
+def test_cpu(case: MatmulCase, exact_activations: bool) -> None:
+    rounded = 2e-3 if case.bits == 4 or case.quantize_activation else 2e-5
+    is_exact = exact_activations and not case.quantize_activation
+    check(*run("cpu", case, exact_activations=exact_activations), case, tolerance=2e-6 if is_exact else rounded)
 
 
 # Dequantized weights are plain ones: one case of each type and dtype says it all.

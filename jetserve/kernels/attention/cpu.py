@@ -28,10 +28,7 @@ def run(
     alibi_slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """See the package."""
-    if native.library() is None:
-        raise NotImplementedError("the kernels for CPUs are not there")
-    if jax.device_count() > 1:
-        raise NotImplementedError("the pages may be spread over several devices")
+    native.require_one_device()
     if q.shape[-1] % HEAD_SIZE_STEP:
         raise NotImplementedError(f"head size {q.shape[-1]} is not a multiple of {HEAD_SIZE_STEP}")
     slopes = jnp.zeros(0, jnp.float32) if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
@@ -43,7 +40,8 @@ def run(
             jax.ShapeDtypeStruct(pages.values.shape, pages.values.dtype),
             jax.ShapeDtypeStruct(page_scale.shape, jnp.float32),
         ),
-        input_output_aliases={3: 1, 4: 2},
+        # An alias of no elements is a constant that XLA would copy.
+        input_output_aliases={3: 1} if pages.scale is None else {3: 1, 4: 2},
     )
     floats = [a.astype(jnp.float32) for a in (q, k, v)]
     out, values, new_scale = call(

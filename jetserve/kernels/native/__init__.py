@@ -26,6 +26,9 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
 TARGETS = (
     "jetserve_quantized_matmul",
+    "jetserve_embedding_lookup",
+    "jetserve_rms_norm",
+    "jetserve_rope",
     "jetserve_attention_f32",
     "jetserve_attention_bf16",
     "jetserve_attention_s8",
@@ -156,3 +159,14 @@ def instructions() -> str:
     """
     name: bytes = _required().jetserve_instructions()
     return name.decode()
+
+
+def require_one_device() -> None:
+    """For operations whose arguments would have to be gathered from several devices.
+
+    Raises:
+      NotImplementedError: if there are no kernels, or more than one device.
+    """
+    _required()
+    if jax.device_count() > 1:
+        raise NotImplementedError("the arrays may be spread over several devices")

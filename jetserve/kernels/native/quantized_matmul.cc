@@ -1,13 +1,18 @@
-// x [T, K] times a packed quantized weight [K, N].
+// x [T, K] times packed quantized weights [K, N], several of them in one call.
 //
-// A weight is cut into tiles of kLanes columns, and along K into steps of 32. A step of a tile is
-//   4 bits: 4 vectors; byte 4c + i of vector j holds k = 8j + i in its low nibble and k = 8j + 4 + i in its high one,
-//           of column c, as unsigned value + 8;
-//   8 bits: 8 vectors; byte 4c + i of vector j holds k = 4j + i of column c, signed.
-// So one 32-bit lane is one column, and a broadcast of four activations meets four weights of every column.
+// A weight is cut into tiles of kLanes columns, which lie one after the other. A tile is its blocks along K; a block is
+//   kLanes scales, then, where the weight has offsets, kLanes offsets: float32, or float16 where that is exact;
+//   steps of 32 along K, each of
+//     4 bits: 4 vectors of 32-bit lanes; byte 4c + i of vector j holds k = 8j + i of column c in its low nibble and
+//             k = 8j + 4 + i in its high one, as unsigned value + 8;
+//     8 bits: 16 vectors of 16-bit lanes; byte 2c + i of vector j holds k = 2j + i of column c, signed.
+// So one 32-bit lane is one column, and a broadcast of some activations meets as many weights of every column.
 //
-// y[n] = sum over blocks of scale[g, n] * (sum over k of q x) + offset[g, n] * (sum over k of x), where q is the stored
-// value and offset = -scale * (zero point + 8 or 0). Activations are int8 with a scale for each step of 32, or float32.
+// y[n] = bias[n] + sum over blocks of scale[g, n] * (sum over k of q x) + offset[g, n] * (sum over k of x), where q is
+// the stored value and offset = -scale * (zero point + 8 or 0).
+//
+// Activations are float32, or integers with a scale for each step of 32: int8 for 4-bit weights. 8-bit ones get int16,
+// which costs no more: their products with int8 do not fit the 16 bits that the instruction has for them.
 
 #include <algorithm>
 #include <vector>
@@ -18,29 +23,249 @@ namespace jetserve {
 namespace {
 
 constexpr int kStep = 32;
-constexpr int kMaxRows = 4;
+constexpr int kMaxRows = 4;  // that share the loading of a weight
+constexpr int kAhead = 1024;  // bytes that weights are fetched ahead of their use
+constexpr int kPanel = 256;  // vectors that are unpacked at once, to stay in the nearest cache
 
 struct Weight {
-  const uint8_t* values;  // [tiles][K / 32][step bytes]
-  const float* scale;     // [tiles][G][kLanes]
-  const float* offset;    // the same, or null for zero
-  int64_t K, N, block;    // K is a multiple of the step; block = K for per-channel
+  Weight(const uint8_t* data, int64_t N, int64_t steps, int64_t block_steps, int bits, bool is_half, bool has_offset)
+      : data(data), N(N), steps(steps), block_steps(block_steps), blocks(steps / block_steps),
+        tiles((N + kLanes - 1) / kLanes), step_bytes(int64_t{kStep} * kLanes * bits / 8),
+        head_bytes((has_offset ? 2 : 1) * kLanes * (is_half ? 2 : 4)),
+        block_bytes(head_bytes + block_steps * step_bytes), tile_bytes(blocks * block_bytes), bits(bits),
+        is_half(is_half), has_offset(has_offset) {}
+
+  const uint8_t* data;
+  int64_t N, steps, block_steps, blocks, tiles, step_bytes, head_bytes, block_bytes, tile_bytes;
+  int bits;
+  bool is_half, has_offset;
+  const float* bias = nullptr;  // [N], or null
+  float* y = nullptr;           // [T, N]
+  const float* sums = nullptr;  // [T, G], of x over the blocks; null without offsets
+
+  VecF Scale(const uint8_t* block) const { return is_half ? LoadHalf(block) : LoadF(reinterpret_cast<const float*>(block)); }
+  VecF Offset(const uint8_t* block) const { return Scale(block + kLanes * (is_half ? 2 : 4)); }
 };
 
-// One row of quantized activations.
-struct Row {
-  const int8_t* values;   // [K]
-  const float* scale;     // [K / 32]
-  const float* sum;       // [G], of the values times their scale
-  const int32_t* step_sum;  // [K / 32], of the values alone
-};
-
-template <int kBits>
-constexpr int64_t StepBytes() {
-  return int64_t{kStep} * kLanes * kBits / 8;
+// By whole vectors: what is cleared in halves cannot be read back at once.
+template <typename V, int n>
+inline void Clear(V (&vectors)[n]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) vectors[i] = V{}, Settle(vectors[i]);
 }
 
-inline int64_t Tiles(int64_t N) { return (N + kLanes - 1) / kLanes; }
+// How activations are held, and the arithmetic that goes with it. An instance is the sums of n rows over one step.
+//   Value: an activation. kGroup: k's that one 32-bit lane of a vector of weights holds, so kVectors a step.
+//   ForVectors(step, f): f(j, v) for every vector of a step. Add(i, j, v, x): meets vector j of a step of weights with the same k's of row i. Sum(i): the total.
+
+template <int n>
+struct Int8 {
+  using Value = int8_t;
+  static constexpr int kBits = 4, kGroup = 4, kVectors = 8;
+  static constexpr float kTop = 127;
+
+#if defined(JETSERVE_VNNI)
+  __m512i sums[n];
+  Int8() { Clear(sums); }
+  void Add(int i, int, VecI v, const int8_t* x) {
+    sums[i] = _mm512_dpbusd_epi32(sums[i], reinterpret_cast<__m512i>(v), _mm512_set1_epi32(Word(x)));
+    Settle(sums[i]);
+  }
+  VecF Sum(int i) const { return ToFloat(reinterpret_cast<VecI>(sums[i])); }
+#elif defined(JETSERVE_AVX2)
+  // 8 sums of pairs, each at most 15 * 127 * 2, fit 16 bits: 30,480.
+  __m256i sums[n];
+  Int8() { Clear(sums); }
+  void Add(int i, int, VecI v, const int8_t* x) {
+    __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(v), _mm256_set1_epi32(Word(x)));
+    sums[i] = _mm256_add_epi16(sums[i], pairs);
+    Settle(sums[i]);
+  }
+  VecF Sum(int i) const {
+    return reinterpret_cast<VecF>(_mm256_cvtepi32_ps(_mm256_madd_epi16(sums[i], _mm256_set1_epi16(1))));
+  }
+#elif defined(JETSERVE_DOTPROD)
+  int32x4_t sums[n][2] = {};
+  void Add(int i, int, VecI v, const int8_t* x) {
+    int8x16_t row = vreinterpretq_s8_s32(vdupq_n_s32(Word(x))), w[2];
+    std::memcpy(w, &v, 32);
+    for (int h = 0; h < 2; ++h) {
+      sums[i][h] = vdotq_s32(sums[i][h], w[h], row);
+      Settle(sums[i][h]);
+    }
+  }
+  VecF Sum(int i) const {
+    VecI total;
+    std::memcpy(&total, sums[i], 32);
+    return ToFloat(total);
+  }
+#else
+  VecI sums[n] = {};
+  void Add(int i, int, VecI v, const int8_t* x) {
+    for (int k = 0; k < 4; ++k) sums[i] += ((v >> (8 * k)) & 255) * x[k];
+  }
+  VecF Sum(int i) const { return ToFloat(sums[i]); }
+#endif
+
+  template <typename F>
+  static void ForVectors(const uint8_t* step, const F& f) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      VecI v = LoadI(step + 4 * kLanes * j);
+      f(2 * j, v & 0x0f0f0f0f), f(2 * j + 1, (v >> 4) & 0x0f0f0f0f);
+    }
+  }
+};
+
+template <int n>
+struct Int16 {
+  using Value = int16_t;
+  static constexpr int kBits = 8, kGroup = 2, kVectors = 16;
+  static constexpr float kTop = 32767;
+  VecI sums[n];  // at most 32 * 128 * 32,767 < 2^27
+  Int16() { Clear(sums); }
+
+  void Add(int i, int, VecI v, const int16_t* x) {
+#if defined(JETSERVE_AVX512)
+    __m512i pairs = _mm512_madd_epi16(reinterpret_cast<__m512i>(v), _mm512_set1_epi32(Word(x)));
+    sums[i] += reinterpret_cast<VecI>(pairs);
+#elif defined(JETSERVE_AVX2)
+    __m256i pairs = _mm256_madd_epi16(reinterpret_cast<__m256i>(v), _mm256_set1_epi32(Word(x)));
+    sums[i] += reinterpret_cast<VecI>(pairs);
+#else
+    sums[i] += ((v << 16) >> 16) * x[0] + (v >> 16) * x[1];
+#endif
+    Settle(sums[i]);
+  }
+  VecF Sum(int i) const { return ToFloat(sums[i]); }
+
+  template <typename F>
+  static void ForVectors(const uint8_t* step, const F& f) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kVectors; ++j) f(j, WidenToInt16(step + 2 * kLanes * j));
+  }
+};
+
+template <int kWeightBits>
+struct Float {
+  template <int n>
+  struct Rows {
+    using Value = float;
+    static constexpr int kBits = kWeightBits, kGroup = 1, kVectors = 32;
+    static constexpr int kChains = 8 / n > 0 ? 8 / n : 1;  // sums that do not wait for each other
+    VecF sums[n * kChains];
+    Rows() { Clear(sums); }
+
+    void Add(int i, int j, VecI v, const float* x) {
+      sums[i * kChains + j % kChains] += reinterpret_cast<VecF>(v) * *x;
+      Settle(sums[i * kChains + j % kChains]);
+    }
+    VecF Sum(int i) const {
+      VecF total = sums[i * kChains];
+      for (int c = 1; c < kChains; ++c) total += sums[i * kChains + c];
+      return total;
+    }
+
+    template <typename F>
+    static void ForVectors(const uint8_t* step, const F& f) {
+      auto put = [&](int k, VecI v) { f(k, reinterpret_cast<VecI>(ToFloat(v))); };
+      if constexpr (kBits == 4) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          VecI v = LoadI(step + 4 * kLanes * j);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) put(8 * j + i, (v >> (8 * i)) & 15), put(8 * j + 4 + i, (v >> (8 * i + 4)) & 15);
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int j = 0; j < 16; ++j) {
+          VecI v = WidenToInt16(step + 2 * kLanes * j);
+          put(2 * j, (v << 16) >> 16), put(2 * j + 1, v >> 16);
+        }
+      }
+    }
+  };
+};
+
+// Rows of x as the arithmetic wants them, padded to whole steps.
+template <typename Value>
+struct Activations {
+  int64_t stride;               // from row to row, of values
+  std::vector<Value> values;    // [T, stride]: K padded to whole steps, then to what keeps rows apart in the cache
+  std::vector<float> scale;     // [T, K / 32]; none for float
+  std::vector<float> step_sum;  // [T, K / 32], of x as the values say it
+};
+
+// Rounds to the nearest integer, to even where two are as near. |x| < 2^22.
+inline VecI Round(VecF x) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: the last bit of its neighbours is 1
+  return reinterpret_cast<VecI>(x + kMagic) - reinterpret_cast<VecI>(Splat(kMagic));
+}
+
+template <typename Value, int kTop>
+void QuantizeStep(const float* x, Value* values, float* scale, float* sum) {
+  VecF most = {};
+  for (int i = 0; i < kStep; i += kLanes) {
+    VecF v = LoadF(x + i), magnitude = v < 0 ? -v : v;
+    most = magnitude > most ? magnitude : most;
+  }
+  float range = 0;
+  for (int i = 0; i < kLanes; ++i) range = std::max(range, most[i]);
+  const float inverse = range > 0 ? kTop / range : 0;
+  VecI total = {};
+  for (int i = 0; i < kStep; i += kLanes) {
+    VecI q = Round(LoadF(x + i) * inverse);
+    total += q;
+    for (int l = 0; l < kLanes; ++l) values[i + l] = static_cast<Value>(q[l]);
+  }
+  int32_t whole = 0;
+  for (int i = 0; i < kLanes; ++i) whole += total[i];
+  *scale = range / kTop;
+  *sum = *scale * static_cast<float>(whole);
+}
+
+// At least `count` values, an odd number of cache lines: rows that lie a multiple of a page apart drive each other out.
+inline int64_t RowStride(int64_t count, int64_t size) { return ((count * size + 63) / 64 | 1) * 64 / size; }
+
+template <template <int> typename Rows>
+Activations<typename Rows<1>::Value> Prepare(ffi::ThreadPool& pool, const float* x, int64_t T, int64_t K) {
+  using Value = typename Rows<1>::Value;
+  constexpr bool kIsFloat = std::is_same_v<Value, float>;
+  const int64_t steps = (K + kStep - 1) / kStep, stride = RowStride(steps * kStep, sizeof(Value));
+  Activations<Value> out{stride, std::vector<Value>(T * stride), std::vector<float>(kIsFloat ? 0 : T * steps),
+                         std::vector<float>(T * steps)};
+  ForRows(pool, T, [&](int64_t t) {
+    for (int64_t s = 0; s < steps; ++s) {
+      const int64_t valid = std::min<int64_t>(kStep, K - s * kStep);
+      const float* from = x + t * K + s * kStep;
+      float padded[kStep];
+      if (valid < kStep) {
+        std::fill(std::copy_n(from, valid, padded), padded + kStep, 0.0f);
+        from = padded;
+      }
+      Value* to = &out.values[t * stride + s * kStep];
+      if constexpr (kIsFloat) {
+        std::copy_n(from, kStep, to);
+        VecF sum = {};
+        for (int i = 0; i < kStep; i += kLanes) sum += LoadF(from + i);
+        out.step_sum[t * steps + s] = Sum(sum);
+      } else {
+        QuantizeStep<Value, static_cast<int>(Rows<1>::kTop)>(from, to, &out.scale[t * steps + s], &out.step_sum[t * steps + s]);
+      }
+    }
+  });
+  return out;
+}
+
+// Sums over blocks from those over steps, in `room` where the two differ.
+const float* BlockSums(const std::vector<float>& step_sum, int64_t block_steps, std::vector<float>& room) {
+  if (block_steps == 1) return step_sum.data();
+  room.resize(step_sum.size() / block_steps);
+  for (size_t i = 0; i < room.size(); ++i) {
+    for (int64_t s = 0; s < block_steps; ++s) room[i] += step_sum[i * block_steps + s];
+  }
+  return room.data();
+}
 
 // The first `columns` lanes.
 inline void Put(float* y, VecF value, int64_t columns) {
@@ -48,275 +273,218 @@ inline void Put(float* y, VecF value, int64_t columns) {
   else for (int64_t c = 0; c < columns; ++c) y[c] = value[c];
 }
 
-inline int32_t Four(const int8_t* p) {
-  int32_t value;
-  std::memcpy(&value, p, 4);
+inline VecF Get(const float* y, int64_t columns) {
+  if (columns == kLanes) return LoadF(y);
+  VecF value = {};
+  for (int64_t c = 0; c < columns; ++c) value[c] = y[c];
   return value;
 }
 
-// Dot products of one step with R rows: out[r] += sum over 32 of q x, for every column.
-template <int kBits, int R>
-inline void DotStep(const uint8_t* w, const Row* rows, int64_t step, VecI* out) {
-  const int8_t* x[R];
-  for (int r = 0; r < R; ++r) x[r] = rows[r].values + step * kStep;
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(JETSERVE_PORTABLE)
-  __m512i acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_si512();
-  if constexpr (kBits == 4) {
-    const __m512i mask = _mm512_set1_epi8(15);
-    for (int j = 0; j < 4; ++j) {
-      __m512i v = _mm512_loadu_si512(w + 64 * j);
-      __m512i lo = _mm512_and_si512(v, mask), hi = _mm512_and_si512(_mm512_srli_epi16(v, 4), mask);
-      for (int r = 0; r < R; ++r) {
-        acc[r] = _mm512_dpbusd_epi32(acc[r], lo, _mm512_set1_epi32(Four(x[r] + 8 * j)));
-        acc[r] = _mm512_dpbusd_epi32(acc[r], hi, _mm512_set1_epi32(Four(x[r] + 8 * j + 4)));
-      }
-    }
-  } else {
-    // The instruction takes unsigned weights: value + 128, and 128 times the sum of x is taken off again.
-    const __m512i bias = _mm512_set1_epi8(-128);
-    for (int j = 0; j < 8; ++j) {
-      __m512i v = _mm512_xor_si512(_mm512_loadu_si512(w + 64 * j), bias);
-      for (int r = 0; r < R; ++r) acc[r] = _mm512_dpbusd_epi32(acc[r], v, _mm512_set1_epi32(Four(x[r] + 4 * j)));
-    }
-    for (int r = 0; r < R; ++r) acc[r] = _mm512_sub_epi32(acc[r], _mm512_set1_epi32(128 * rows[r].step_sum[step]));
-  }
-  for (int r = 0; r < R; ++r) out[r] = reinterpret_cast<VecI>(acc[r]);
-#elif defined(__AVX2__) && !defined(JETSERVE_PORTABLE)
-  const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (kBits == 4) {
-    // 8 products of pairs, each at most 15 * 127 * 2, fit 16 bits: 30,480.
-    const __m256i mask = _mm256_set1_epi8(15);
-    __m256i acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_si256();
-    for (int j = 0; j < 4; ++j) {
-      __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 32 * j));
-      __m256i lo = _mm256_and_si256(v, mask), hi = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
-      for (int r = 0; r < R; ++r) {
-        acc[r] = _mm256_add_epi16(acc[r], _mm256_maddubs_epi16(lo, _mm256_set1_epi32(Four(x[r] + 8 * j))));
-        acc[r] = _mm256_add_epi16(acc[r], _mm256_maddubs_epi16(hi, _mm256_set1_epi32(Four(x[r] + 8 * j + 4))));
-      }
-    }
-    for (int r = 0; r < R; ++r) out[r] = reinterpret_cast<VecI>(_mm256_madd_epi16(acc[r], ones));
-  } else {
-    // |w| times x with w's sign: a pair is at most 128 * 127 * 2, which fits 16 bits just once.
-    __m256i acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_si256();
-    for (int j = 0; j < 8; ++j) {
-      __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 32 * j));
-      __m256i magnitude = _mm256_abs_epi8(v);
-      for (int r = 0; r < R; ++r) {
-        __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(_mm256_set1_epi32(Four(x[r] + 4 * j)), v));
-        acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(pairs, ones));
-      }
-    }
-    for (int r = 0; r < R; ++r) out[r] = reinterpret_cast<VecI>(acc[r]);
-  }
-#else
-  for (int r = 0; r < R; ++r) out[r] = VecI{};
-  for (int j = 0; j < kStep / (32 / kBits); ++j) {
-    VecI v = LoadI(w + 4 * kLanes * j);
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kBits == 4) {
-        VecI lo = (v >> (8 * i)) & 15, hi = (v >> (8 * i + 4)) & 15;
-        for (int r = 0; r < R; ++r) out[r] += lo * x[r][8 * j + i] + hi * x[r][8 * j + 4 + i];
-      } else {
-        VecI q = (v << (24 - 8 * i)) >> 24;
-        for (int r = 0; r < R; ++r) out[r] += q * x[r][4 * j + i];
-      }
-    }
-  }
-#endif
-}
-
-// One tile of columns for R rows of quantized activations.
-template <int kBits, int R>
-void TileQuantized(const Weight& w, int64_t tile, const Row* rows, float* const* y, int64_t columns) {
-  const int64_t steps = w.K / kStep, per_block = w.block / kStep, blocks = steps / per_block;
-  const uint8_t* values = w.values + tile * steps * StepBytes<kBits>();
-  const float* scale = w.scale + tile * blocks * kLanes;
-  const float* offset = w.offset ? w.offset + tile * blocks * kLanes : nullptr;
+// One tile of columns for R rows, over steps [first, last) of K. Adds to y, which the first panel sets.
+//
+// `unpacked` holds the vectors of those steps, if `kIsUnpacked`; else they are unpacked on the way, which a few rows do
+// not make worth storing.
+template <template <int> typename Rows, int R, bool kIsUnpacked>
+void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t t, int64_t first,
+          int64_t last, const VecI* unpacked) {
+  using Kind = Rows<R>;
+  constexpr bool kIsFloat = std::is_same_v<typename Kind::Value, float>;
+  const int64_t columns = std::min<int64_t>(kLanes, w.N - tile * kLanes);
+  const typename Kind::Value* values[R];
+  const float *scale[R], *sum[R];
   VecF total[R];
-  for (int r = 0; r < R; ++r) total[r] = VecF{};
-  for (int64_t g = 0, step = 0; g < blocks; ++g) {
+  for (int r = 0; r < R; ++r) {
+    values[r] = x.values.data() + (t + r) * x.stride;
+    if constexpr (!kIsFloat) scale[r] = x.scale.data() + (t + r) * w.steps;
+    sum[r] = w.sums + (t + r) * w.blocks;
+    if (first) total[r] = Get(w.y + (t + r) * w.N + tile * kLanes, columns);
+    else total[r] = w.bias ? Get(w.bias + tile * kLanes, columns) : VecF{};
+  }
+  int64_t step = first, g = first / w.block_steps;
+  const uint8_t* block = w.data + tile * w.tile_bytes + g * w.block_bytes;
+  for (; step < last; ++g, block += w.block_bytes) {
+    const int64_t block_start = g * w.block_steps, block_end = block_start + w.block_steps, end = std::min(last, block_end);
+    const uint8_t* packed = block + w.head_bytes + (step - block_start) * w.step_bytes;
     VecF part[R];
-    for (int r = 0; r < R; ++r) part[r] = VecF{};
-    for (int64_t end = step + per_block; step < end; ++step, values += StepBytes<kBits>()) {
-      VecI dots[R];
-      DotStep<kBits, R>(values, rows, step, dots);
-      for (int r = 0; r < R; ++r) part[r] += ToFloat(dots[r]) * rows[r].scale[step];
-    }
-    VecF s = LoadF(scale + g * kLanes);
-    for (int r = 0; r < R; ++r) total[r] += part[r] * s;
-    if (offset) {
-      VecF o = LoadF(offset + g * kLanes);
-      for (int r = 0; r < R; ++r) total[r] += o * rows[r].sum[g];
-    }
-  }
-  for (int r = 0; r < R; ++r) Put(y[r], total[r], columns);
-}
-
-void QuantizeRow(const float* x, int64_t K, int64_t block, int8_t* values, float* scale, float* sum,
-                 int32_t* step_sum) {
-  std::fill(sum, sum + K / block, 0.0f);
-  for (int64_t step = 0; step < K / kStep; ++step) {
-    const float* from = x + step * kStep;
-    float range = 0;
-    for (int64_t i = 0; i < kStep; ++i) range = std::max(range, std::fabs(from[i]));
-    float s = range / 127, inverse = range > 0 ? 127 / range : 0;
-    int32_t total = 0;
-    int8_t* to = values + step * kStep;
-    for (int64_t i = 0; i < kStep; ++i) {
-      int32_t q = static_cast<int32_t>(std::nearbyint(from[i] * inverse));
-      to[i] = static_cast<int8_t>(q);
-      total += q;
-    }
-    scale[step] = s;
-    step_sum[step] = total;
-    sum[step * kStep / block] += s * static_cast<float>(total);
-  }
-}
-
-// The same for activations in float32: `sums[r]` [G] are those of x over the blocks.
-template <int kBits, int R>
-void TileFloat(const Weight& w, int64_t tile, const float* const* x, const float* const* sums, float* const* y,
-               int64_t columns) {
-  const int64_t steps = w.K / kStep, per_block = w.block / kStep, blocks = steps / per_block;
-  const uint8_t* values = w.values + tile * steps * StepBytes<kBits>();
-  const float* scale = w.scale + tile * blocks * kLanes;
-  const float* offset = w.offset ? w.offset + tile * blocks * kLanes : nullptr;
-  constexpr int kChains = 8 / R;  // sums that do not wait for each other
-  VecF total[R];
-  for (int r = 0; r < R; ++r) total[r] = VecF{};
-  for (int64_t g = 0, step = 0; g < blocks; ++g) {
-    VecF part[R][kChains] = {};
-    for (int64_t end = step + per_block; step < end; ++step, values += StepBytes<kBits>()) {
-      const int64_t base = step * kStep;
-      for (int j = 0; j < kStep * kBits / 32; ++j) {
-        VecI v = LoadI(values + 4 * kLanes * j);
+    Clear(part);
+    for (; step < end; ++step) {
+      Kind dots;
+      auto add = [&](int j, VecI v) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          if constexpr (kBits == 4) {
-            VecF lo = ToFloat((v >> (8 * i)) & 15), hi = ToFloat((v >> (8 * i + 4)) & 15);
-            for (int r = 0; r < R; ++r) {
-              part[r][2 * i % kChains] += lo * x[r][base + 8 * j + i];
-              part[r][(2 * i + 1) % kChains] += hi * x[r][base + 8 * j + 4 + i];
-            }
-          } else {
-            VecF q = ToFloat((v << (24 - 8 * i)) >> 24);
-            for (int r = 0; r < R; ++r) part[r][i % kChains] += q * x[r][base + 4 * j + i];
-          }
-        }
+        for (int r = 0; r < R; ++r) dots.Add(r, j, v, values[r] + step * kStep + j * Kind::kGroup);
+      };
+      if constexpr (kIsUnpacked) {
+#pragma GCC unroll 32
+        for (int j = 0; j < Kind::kVectors; ++j) add(j, unpacked[j]);
+        unpacked += Kind::kVectors;
+      } else {
+        for (int64_t i = 0; i < w.step_bytes; i += 64) __builtin_prefetch(packed + kAhead + i);
+        Kind::ForVectors(packed, add);
+        packed += w.step_bytes;
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        if constexpr (kIsFloat) part[r] += dots.Sum(r);
+        else part[r] += dots.Sum(r) * scale[r][step];
       }
     }
-    VecF s = LoadF(scale + g * kLanes);
-    for (int r = 0; r < R; ++r) {
-      VecF sum = part[r][0];
-      for (int c = 1; c < kChains; ++c) sum += part[r][c];
-      total[r] += sum * s;
-      if (offset) total[r] += LoadF(offset + g * kLanes) * sums[r][g];
-    }
+    const VecF s = w.Scale(block);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) total[r] += part[r] * s;
+    if (!w.has_offset || step < block_end) continue;
+    const VecF o = w.Offset(block);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) total[r] += o * sum[r][g];
   }
-  for (int r = 0; r < R; ++r) Put(y[r], total[r], columns);
+  for (int r = 0; r < R; ++r) Put(w.y + (t + r) * w.N + tile * kLanes, total[r], columns);
 }
 
-// Calls tile(tile index, first row, how many rows: 1, 2 or 4) for all tiles and rows, over the pool's threads.
-template <typename F>
-void ForTiles(ffi::ThreadPool& pool, int64_t tiles, int64_t T, const F& tile) {
-  constexpr int64_t kRowGroup = 64;  // rows that take turns with a tile while it is in the cache
-  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const int64_t per_task = std::clamp<int64_t>(tiles / (4 * threads), 1, 64);
-  const int64_t row_groups = (T + kRowGroup - 1) / kRowGroup;
-  ParallelFor(pool, (tiles + per_task - 1) / per_task * row_groups, [&](int64_t task) {
-    const int64_t first = task / row_groups * per_task, last = std::min(tiles, first + per_task);
-    const int64_t t0 = task % row_groups * kRowGroup, t1 = std::min(T, t0 + kRowGroup);
-    for (int64_t i = first; i < last; ++i) {
-      for (int64_t t = t0, rows; t < t1; t += rows) {
-        rows = t1 - t >= 4 ? 4 : t1 - t >= 2 ? 2 : 1;
-        tile(i, t, rows);
+// The vectors of steps [first, last) of a tile.
+template <typename Kind>
+void Unpack(const Weight& w, int64_t tile, int64_t first, int64_t last, VecI* out) {
+  int64_t step = first, g = first / w.block_steps;
+  const uint8_t* block = w.data + tile * w.tile_bytes + g * w.block_bytes;
+  for (; step < last; ++g, block += w.block_bytes) {
+    const int64_t block_start = g * w.block_steps, end = std::min(last, block_start + w.block_steps);
+    const uint8_t* packed = block + w.head_bytes + (step - block_start) * w.step_bytes;
+    for (; step < end; ++step, packed += w.step_bytes, out += Kind::kVectors) {
+      Kind::ForVectors(packed, [&](int j, VecI v) { out[j] = v; });
+    }
+  }
+}
+
+// One tile for rows [t0, t1).
+template <template <int> typename Rows>
+void TileRows(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t t0, int64_t t1) {
+  if (t1 - t0 == 1) return Tile<Rows, 1, false>(w, tile, x, t0, 0, w.steps, nullptr);
+  if (t1 - t0 == 2) return Tile<Rows, 2, false>(w, tile, x, t0, 0, w.steps, nullptr);
+  constexpr int64_t kSteps = kPanel / Rows<1>::kVectors;
+  alignas(64) VecI unpacked[kPanel];
+  for (int64_t first = 0; first < w.steps; first += kSteps) {
+    const int64_t last = std::min(w.steps, first + kSteps);
+    Unpack<Rows<1>>(w, tile, first, last, unpacked);
+    for (int64_t t = t0, rows; t < t1; t += rows) {
+      rows = t1 - t >= 4 ? 4 : t1 - t >= 2 ? 2 : 1;
+      if (rows == 4) Tile<Rows, 4, true>(w, tile, x, t, first, last, unpacked);
+      else if (rows == 2) Tile<Rows, 2, true>(w, tile, x, t, first, last, unpacked);
+      else Tile<Rows, 1, true>(w, tile, x, t, first, last, unpacked);
+    }
+  }
+}
+
+// A run of tiles of one weight for some rows, by one thread.
+struct Task {
+  int weight;
+  int64_t first, last, t0, t1;
+};
+
+// Tasks of about equal work, several for each thread. Those of one group of rows follow each other, so that x stays in
+// the cache while the weights pass.
+std::vector<Task> Split(const std::vector<Weight>& weights, int64_t T, int64_t threads) {
+  constexpr int64_t kRowBytes = 128 << 10;  // of a group of rows, as float32
+  const int64_t group = std::clamp<int64_t>(kRowBytes / (weights[0].steps * kStep * 4) / kMaxRows * kMaxRows, 16, 512);
+  int64_t tiles = 0;
+  for (const Weight& w : weights) tiles += w.tiles;
+  const int64_t groups = (T + group - 1) / group;
+  const int64_t per_task = std::clamp<int64_t>(tiles * groups / (8 * threads), 1, 64);
+  std::vector<Task> tasks;
+  for (int64_t t = 0; t < T; t += group) {
+    for (size_t i = 0; i < weights.size(); ++i) {
+      for (int64_t tile = 0; tile < weights[i].tiles; tile += per_task) {
+        tasks.push_back({static_cast<int>(i), tile, std::min(weights[i].tiles, tile + per_task), t, std::min(T, t + group)});
       }
     }
-  });
-}
-
-// Calls f(row) for all rows, over the pool's threads where that pays.
-template <typename F>
-void ForRows(ffi::ThreadPool& pool, int64_t T, const F& f) {
-  constexpr int64_t kRows = 8;
-  if (T <= kRows) {
-    for (int64_t t = 0; t < T; ++t) f(t);
-  } else {
-    ParallelFor(pool, (T + kRows - 1) / kRows, [&](int64_t i) {
-      for (int64_t t = i * kRows; t < std::min(T, (i + 1) * kRows); ++t) f(t);
-    });
   }
+  return tasks;
 }
 
-template <int kBits>
-void MultiplyInt8(ffi::ThreadPool& pool, const Weight& w, const float* x, int64_t T, float* y) {
-  const int64_t steps = w.K / kStep, blocks = w.K / w.block;
-  std::vector<int8_t> values(T * w.K);
-  std::vector<float> scale(T * steps), sum(T * blocks);
-  std::vector<int32_t> step_sum(T * steps);
-  std::vector<Row> rows(T);
-  ForRows(pool, T, [&](int64_t t) {
-    QuantizeRow(x + t * w.K, w.K, w.block, &values[t * w.K], &scale[t * steps], &sum[t * blocks], &step_sum[t * steps]);
-    rows[t] = {&values[t * w.K], &scale[t * steps], &sum[t * blocks], &step_sum[t * steps]};
-  });
-  ForTiles(pool, Tiles(w.N), T, [&](int64_t tile, int64_t t, int64_t count) {
-    float* out[kMaxRows];
-    for (int64_t r = 0; r < count; ++r) out[r] = y + (t + r) * w.N + tile * kLanes;
-    const int64_t columns = std::min<int64_t>(kLanes, w.N - tile * kLanes);
-    if (count == 4) TileQuantized<kBits, 4>(w, tile, &rows[t], out, columns);
-    else if (count == 2) TileQuantized<kBits, 2>(w, tile, &rows[t], out, columns);
-    else TileQuantized<kBits, 1>(w, tile, &rows[t], out, columns);
+// y = x w for the weights of one kind of arithmetic.
+template <template <int> typename Rows>
+void Multiply(ffi::ThreadPool& pool, std::vector<Weight>& weights, const float* x, int64_t T, int64_t K) {
+  const auto rows = Prepare<Rows>(pool, x, T, K);
+  std::vector<std::vector<float>> sums(weights.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (weights[i].has_offset) weights[i].sums = BlockSums(rows.step_sum, weights[i].block_steps, sums[i]);
+  }
+  const std::vector<Task> tasks = Split(weights, T, pool.num_threads());
+  ParallelFor(pool, tasks.size(), [&](int64_t i) {
+    const Task& task = tasks[i];
+    for (int64_t tile = task.first; tile < task.last; ++tile) TileRows<Rows>(weights[task.weight], tile, rows, task.t0, task.t1);
   });
 }
 
-template <int kBits>
-void MultiplyFloat(ffi::ThreadPool& pool, const Weight& w, const float* x, int64_t T, float* y) {
-  const int64_t blocks = w.K / w.block;
-  std::vector<float> sum(T * blocks);
+// Attributes of one weight, as `cpu.py` passes them.
+enum Attribute : int { kBits, kBlock, kIsHalf, kHasOffset, kAttributes };
+
+// The weight that a packed array holds, or an error where the array's size is not what the attributes say.
+ffi::ErrorOr<Weight> AsWeight(ffi::Buffer<ffi::U8> data, ffi::Span<const int64_t> attributes, int64_t K, int64_t N) {
+  const int64_t bits = attributes[kBits], block = attributes[kBlock], padded = (K + kStep - 1) / kStep * kStep;
+  if ((bits != 4 && bits != 8) || block <= 0 || block % kStep || padded % block) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("found bits, a block size or K that the layout does not have"));
+  }
+  const Weight w(data.typed_data(), N, padded / kStep, block / kStep, static_cast<int>(bits), attributes[kIsHalf] != 0,
+                 attributes[kHasOffset] != 0);
+  if (static_cast<int64_t>(data.element_count()) != w.tiles * w.tile_bytes) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("found a packed weight of another size than its shape says"));
+  }
+  return w;
+}
+
+// Arguments after x: data and bias (of no elements for none) of every weight; its attributes are as many in a row.
+ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args, ffi::RemainingRets results,
+                      ffi::Span<const int64_t> attributes, bool quantize_activation) {
+  const int64_t T = x.dimensions()[0], K = x.dimensions()[1], count = results.size();
+  if (static_cast<int64_t>(args.size()) != 2 * count || static_cast<int64_t>(attributes.size()) != kAttributes * count) {
+    return ffi::Error::InvalidArgument("found another number of arrays or attributes than of results");
+  }
+  std::vector<Weight> narrow, wide;  // of 4 and of 8 bits
+  for (int64_t i = 0; i < count; ++i) {
+    auto data = args.get<ffi::Buffer<ffi::U8>>(2 * i);
+    auto bias = args.get<ffi::Buffer<ffi::F32>>(2 * i + 1);
+    auto y = results.get<ffi::Buffer<ffi::F32>>(i);
+    if (!data || !bias || !y) return ffi::Error::InvalidArgument("found an array of another type than expected");
+    const int64_t N = (*y)->dimensions()[1];
+    auto w = AsWeight(*data, {attributes.begin() + kAttributes * i, kAttributes}, K, N);
+    if (!w) return w.error();
+    if (bias->element_count() && static_cast<int64_t>(bias->element_count()) != N) {
+      return ffi::Error::InvalidArgument("found a bias of another size than the result");
+    }
+    w->bias = bias->element_count() ? bias->typed_data() : nullptr;
+    w->y = (*y)->typed_data();
+    (w->bits == 4 ? narrow : wide).push_back(*w);
+  }
+  const float* rows = x.typed_data();
+  if (T == 0) return ffi::Error::Success();
+  if (!narrow.empty()) {
+    (quantize_activation ? Multiply<Int8> : Multiply<Float<4>::Rows>)(pool, narrow, rows, T, K);
+  }
+  if (!wide.empty()) {
+    (quantize_activation ? Multiply<Int16> : Multiply<Float<8>::Rows>)(pool, wide, rows, T, K);
+  }
+  return ffi::Error::Success();
+}
+
+// out[t, k] = column ids[t] of the weight.
+ffi::Error LookupImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::U8> data,
+                      ffi::ResultBuffer<ffi::F32> out, ffi::Span<const int64_t> attributes, int64_t columns) {
+  const int64_t T = out->dimensions()[0], K = out->dimensions()[1];
+  if (attributes.size() != kAttributes) return ffi::Error::InvalidArgument("found another number of attributes");
+  auto found = AsWeight(data, attributes, K, columns);
+  if (!found) return found.error();
+  const Weight w = *found;
   ForRows(pool, T, [&](int64_t t) {
-    for (int64_t g = 0; g < blocks; ++g) {
-      float total = 0;
-      for (int64_t k = g * w.block; k < (g + 1) * w.block; ++k) total += x[t * w.K + k];
-      sum[t * blocks + g] = total;
+    const int64_t id = std::clamp<int64_t>(ids.typed_data()[t], 0, columns - 1), lane = id % kLanes;
+    float* to = out->typed_data() + t * K;
+    for (int64_t k = 0; k < K; ++k) {
+      const int64_t step = k / kStep, i = k % kStep, g = step / w.block_steps;
+      const uint8_t* block = w.data + id / kLanes * w.tile_bytes + g * w.block_bytes;
+      const uint8_t* values = block + w.head_bytes + (step - g * w.block_steps) * w.step_bytes;
+      int q;
+      if (w.bits == 4) q = values[4 * kLanes * (i / 8) + 4 * lane + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15;
+      else q = static_cast<int8_t>(values[2 * kLanes * (i / 2) + 2 * lane + i % 2]);
+      to[k] = w.Scale(block)[lane] * static_cast<float>(q) + (w.has_offset ? w.Offset(block)[lane] : 0.0f);
     }
   });
-  ForTiles(pool, Tiles(w.N), T, [&](int64_t tile, int64_t t, int64_t count) {
-    float* out[kMaxRows];
-    const float *from[kMaxRows], *sums[kMaxRows];
-    for (int64_t r = 0; r < count; ++r) {
-      out[r] = y + (t + r) * w.N + tile * kLanes;
-      from[r] = x + (t + r) * w.K;
-      sums[r] = &sum[(t + r) * blocks];
-    }
-    const int64_t columns = std::min<int64_t>(kLanes, w.N - tile * kLanes);
-    if (count == 4) TileFloat<kBits, 4>(w, tile, from, sums, out, columns);
-    else if (count == 2) TileFloat<kBits, 2>(w, tile, from, sums, out, columns);
-    else TileFloat<kBits, 1>(w, tile, from, sums, out, columns);
-  });
-}
-
-ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> values,
-                      ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> offset, ffi::ResultBuffer<ffi::F32> y,
-                      int64_t bits, int64_t block, bool quantize_activation) {
-  const int64_t T = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
-  if ((bits != 4 && bits != 8) || block <= 0 || block % kStep || K % block) {
-    return ffi::Error::InvalidArgument("found bits, block or K that the layout does not have");
-  }
-  const int64_t steps = Tiles(N) * (K / kStep), blocks = Tiles(N) * (K / block) * kLanes;
-  if (static_cast<int64_t>(values.element_count()) != steps * kStep * kLanes * bits / 8 ||
-      static_cast<int64_t>(scale.element_count()) != blocks ||
-      (offset.element_count() && static_cast<int64_t>(offset.element_count()) != blocks)) {
-    return ffi::Error::InvalidArgument("found a packed weight of another size than its shape says");
-  }
-  const Weight w{values.typed_data(), scale.typed_data(), offset.element_count() ? offset.typed_data() : nullptr,
-                 K, N, block};
-  auto multiply = quantize_activation ? (bits == 4 ? MultiplyInt8<4> : MultiplyInt8<8>)
-                                      : (bits == 4 ? MultiplyFloat<4> : MultiplyFloat<8>);
-  multiply(pool, w, x.typed_data(), T, y->typed_data());
   return ffi::Error::Success();
 }
 
@@ -326,13 +494,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jetserve_quantized_matmul, MatmulImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("block")
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("attributes")
                                   .Attr<bool>("quantize_activation"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jetserve_embedding_lookup, LookupImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<ffi::Span<const int64_t>>("attributes")
+                                  .Attr<int64_t>("columns"));
 
 }  // namespace jetserve
 

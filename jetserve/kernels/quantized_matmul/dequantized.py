@@ -14,8 +14,9 @@ PLATFORMS = frozenset({"cpu"})
 PRIORITY = 10
 
 
-def prepare(weight: Weight) -> jax.Array:
-    """float32 [K, N]."""
+def prepare(weight: Weight, *, exact_activations: bool = False) -> jax.Array:
+    """float32 [K, N]; activations stay exact in any case."""
+    del exact_activations
     if not isinstance(weight, QArray):
         return weight
     if weight.quantize_activation:
