@@ -86,6 +86,9 @@ class EngineConfig:
         return self.cache.num_pages or self.max_sequences * self.pages_per_sequence
 
 
+CPU_ACTIVATIONS = ("int8", "float32")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """Which model to load, and as what.
@@ -94,7 +97,8 @@ class ModelSource:
     model. `tokenizer_path`: a folder or file that takes the place of the checkpoint's own tokenizer. `quantize_type`:
     one of the four types, "none" or "keep"; None is the checkpoint's own. `block_size`: weights a scale, for blockwise
     types. `symmetric`: None is the checkpoint's own, symmetric when quantizing. `quantize_activation`: int8 activations
-    in matmuls with quantized weights. `cache_dir`: where fetched models and compiled programs are kept.
+    in matmuls with quantized weights. `cpu_activation`: "int8" lets the CPU kernels quantize activations, a scale for
+    every 32; "float32" leaves them exact. `cache_dir`: where fetched models and compiled programs are kept.
     """
 
     checkpoint_path: str | None = None
@@ -103,7 +107,14 @@ class ModelSource:
     block_size: int | None = None
     symmetric: bool | None = None
     quantize_activation: bool = False
+    cpu_activation: str = "int8"
     cache_dir: Path
+
+    def __post_init__(self) -> None:
+        if self.cpu_activation not in CPU_ACTIVATIONS:
+            raise ValueError(f"cpu_activation is {self.cpu_activation!r}; expected {' or '.join(CPU_ACTIVATIONS)}")
+        if self.quantize_activation and self.cpu_activation == "float32":
+            raise ValueError("quantize_activation contradicts cpu_activation float32; drop one of the two")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

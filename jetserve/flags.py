@@ -10,6 +10,7 @@ from pathlib import Path
 from absl import flags
 
 from jetserve.config import (
+    CPU_ACTIVATIONS,
     CacheConfig,
     ConvertConfig,
     EngineConfig,
@@ -86,6 +87,14 @@ def define_model() -> None:
         "quantize_activation",
         False,
         "Quantize activations to int8, per token, in matmuls with quantized weights (W8A8, W4A8).",
+    )
+    define(
+        flags.DEFINE_enum,
+        "cpu_activation",
+        "int8",
+        CPU_ACTIVATIONS,
+        "What the CPU kernels make of activations that meet quantized weights. int8: fast, a scale for every 32 of them"
+        " (int16 where weights have 8 bits). float32: exact, about half as fast.",
     )
     define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models and compiled programs.")
 
@@ -270,12 +279,15 @@ def model_source() -> ModelSource:
         block_size=FLAGS.block_size,
         symmetric=FLAGS.symmetric,
         quantize_activation=FLAGS.quantize_activation,
+        cpu_activation=FLAGS.cpu_activation,
         cache_dir=Path(FLAGS.cache_dir).expanduser(),
     )
 
 
 def engine_config(*, platform: str) -> EngineConfig:
     """From `define_engine` and, where it was, `define_batch`, for a jax platform ("cpu", "tpu", …)."""
+    if platform != "cpu" and FLAGS["cpu_activation"].present:
+        raise ValueError(f"--cpu_activation is for CPUs, but this is {platform}; drop it (see --quantize_activation)")
     has_batch = "batch_size" in FLAGS
     batch_size = FLAGS.batch_size if has_batch else 1
     return EngineConfig(

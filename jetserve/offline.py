@@ -343,6 +343,7 @@ def _job(
         "block_size": source.block_size,
         "symmetric": source.symmetric,
         "quantize_activation": source.quantize_activation,
+        "cpu_activation": source.cpu_activation,
         "quantize_kv_cache": engine_config.cache.quantize,
         "dtype": engine_config.dtype,
         **{name: getattr(defaults, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")},

@@ -52,6 +52,7 @@ def load_source(
         quantize_activation=source.quantize_activation,
         mesh=make_mesh(config.mesh, devices),
         dtype=jnp.dtype(config.dtype),
+        exact_activations=source.cpu_activation == "float32",
         progress=progress,
     )
     if source.tokenizer_path is not None:
