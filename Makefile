@@ -21,6 +21,8 @@ $(MARK): pyproject.toml
 $(MARK_TEST): $(MARK)
 	$(BIN)/python -m pip install --quiet 'torch==2.13.0'
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	# For its generated stubs: what it depends on is old, and not wanted.
+	$(BIN)/python -m pip install --quiet --no-deps 'google-jetstream==0.2.2'
 	touch $@
 
 ## serve: set up everything and serve the default model

@@ -26,6 +26,9 @@ from jetserve.engine.async_engine import AsyncEngine
 from jetserve.engine.build import build_engine
 from jetserve.engine.engine import Engine
 from jetserve.server.grpc import GrpcServer
+from jetserve.server.metrics import Metrics
+from jetserve.server.observe import Observer
+from jetserve.server.openai.server import HttpServer
 from jetserve.testing import make_tiny_checkpoint
 from jetserve.types import Request, SamplingParams
 
@@ -102,12 +105,17 @@ async def measure(engine: Engine, args: argparse.Namespace) -> dict[str, list[Co
     """By way, one a round."""
     front = AsyncEngine(engine)
     alone = Engine(engine.runner, engine.tokenizer)  # takes turns with the other on the same pages
-    server = GrpcServer(ServerConfig(grpc_port=0))
-    await server.start(front)
+    config = ServerConfig(grpc_port=0, http_port=0)
+    grpc_server, http_server = GrpcServer(config), HttpServer(config, profile_folder=Path("profiles"))
+    observer = Observer(Metrics(front, model=args.model))
+    await http_server.open()
+    await grpc_server.start(front, observer)
+    await http_server.start(front, observer, model=args.model)
     ways: dict[str, Callable[[], Awaitable[float]]] = {
         "engine": lambda: engine_alone(alone, args.streams, args.tokens),
         "asyncio": lambda: through_asyncio(front, args.streams, args.tokens),
-        "grpc": lambda: through_server(f"grpc://127.0.0.1:{server.port}", args.streams, args.tokens),
+        "grpc": lambda: through_server(f"grpc://127.0.0.1:{grpc_server.port}", args.streams, args.tokens),
+        "http": lambda: through_server(http_server.url, args.streams, args.tokens),
     }
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
     for _ in range(args.rounds):
@@ -118,7 +126,7 @@ async def measure(engine: Engine, args: argparse.Namespace) -> dict[str, list[Co
             costs[name].append(Cost(rate=rate, cpu=1e6 * used / (args.streams * args.tokens)))
             print(f"{name:8} {rate:10,.0f} tokens/s {costs[name][-1].cpu:8.0f} us", file=sys.stderr, flush=True)
     await front.stop()
-    await server.stop(1)
+    await asyncio.gather(grpc_server.stop(1), http_server.stop(1))
     return costs
 
 

@@ -59,10 +59,10 @@ _Item = RequestOutput | BaseException
 class _Consumer:
     """Who waits for one request. `remaining`, the samples that have not ended, belongs to the worker."""
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop, requests: Callable[[], int]) -> None:
         self.request = request
         self.loop = loop
-        self.mailbox = Mailbox(loop)
+        self.mailbox = Mailbox(loop, requests)
         self.remaining = request.sampling.n
 
 
@@ -142,7 +142,7 @@ class AsyncEngine:
           DrainingError: if the engine is about to stop, or stopped before the request had begun.
           EngineDeadError: if it has failed for good, now or before.
         """
-        consumer = _Consumer(request, asyncio.get_running_loop())
+        consumer = _Consumer(request, asyncio.get_running_loop(), lambda: len(self._shared.open))
         self._enter(consumer)
         return Outputs(consumer, self._leave)
 

@@ -2,26 +2,34 @@
 
 Owns how outputs are joined and how often a reader is woken. Touched by one event loop alone.
 
-A step of a small model takes less time than waking every reader and sending every one a message, so both happen at most
-once in `GAP_SECONDS` a request, with all that came meanwhile. The first output and the last of a sample never wait,
-and with steps that take longer than that none does. A reader that is slower finds more in one output.
+Waking a reader and sending its client a message takes a few tenths of a millisecond, of which an event loop has only so
+many in a second. So each reader is woken at most once in a gap that grows with the number of requests, all in the same
+moment, and finds all that came meanwhile in one output. The first output and the last of a sample never wait, and
+nothing does where steps take longer than the gap.
 """
 
 import asyncio
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jetserve.types import RequestOutput
 
-GAP_SECONDS = 0.02
+GAP_SECONDS_A_REQUEST = 0.001
+MAX_GAP_SECONDS = 0.05
+
+
+def gap_seconds(requests: int) -> float:
+    """How often the readers of so many requests are woken, at most."""
+    return min(max(1, requests) * GAP_SECONDS_A_REQUEST, MAX_GAP_SECONDS)
 
 
 class Mailbox:
-    """The outputs of one request that wait to be read, and then its end."""
+    """The outputs of one request that wait to be read, and then its end. `requests` says how many there are now."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, requests: Callable[[], int]) -> None:
         self._loop = loop
+        self._requests = requests
         self._pending: dict[int, list[RequestOutput]] = {}  # by sample
         self._end: BaseException | None = None
         self._news = asyncio.Event()
@@ -31,11 +39,12 @@ class Mailbox:
     def put(self, output: RequestOutput) -> None:
         """Keeps an output, and wakes the reader now or in a while."""
         self._pending.setdefault(output.index, []).append(output)
-        wait = 0.0 if output.finished else self._woken + GAP_SECONDS - self._loop.time()
-        if wait <= 0:
+        gap = gap_seconds(self._requests())
+        began = self._loop.time() // gap * gap  # the same for all, so that they are woken together
+        if output.finished or self._woken < began:
             self._wake()
         elif self._timer is None:
-            self._timer = self._loop.call_later(wait, self._wake)
+            self._timer = self._loop.call_at(began + gap, self._wake)
 
     def end(self, reason: BaseException) -> None:
         """Lets `get` raise `reason` once all outputs are read; the first one given counts."""

@@ -1,14 +1,15 @@
 """What waits for a reader: joined in order, and the reader woken seldom, but never late for the first or the last."""
 
 import asyncio
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from jetserve.engine.mailbox import GAP_SECONDS, Mailbox, join
+from jetserve.engine.mailbox import MAX_GAP_SECONDS, Mailbox, gap_seconds, join
 from jetserve.types import FinishReason, RequestOutput, TokenLogprobs, Usage
+
+GAP_SECONDS = gap_seconds(20)
 
 
 def output_of(token: int, index: int = 0, reason: FinishReason | None = None) -> RequestOutput:
@@ -27,19 +28,19 @@ class HeldLoop:
     """An event loop's clock, by hand."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.now = 100.125 * GAP_SECONDS
         self.timers: list[HeldTimer] = []
 
     def time(self) -> float:
         return self.now
 
-    def call_later(self, delay: float, callback: Callable[[], None]) -> Any:
-        self.timers.append(HeldTimer(self.now + delay, callback))
+    def call_at(self, when: float, callback: Callable[[], None]) -> Any:
+        self.timers.append(HeldTimer(when, callback))
         return self.timers[-1]
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-        for timer in [timer for timer in self.timers if timer.when <= self.now + 1e-9]:
+        for timer in [timer for timer in self.timers if timer.when <= self.now]:
             self.timers.remove(timer)
             if not timer.is_cancelled:
                 timer.callback()
@@ -62,7 +63,7 @@ def test_outputs_of_a_sample_become_one() -> None:
 
 def test_a_slow_reader_finds_one_output_a_sample_and_then_the_end() -> None:
     async def scene() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = Mailbox(asyncio.get_running_loop(), lambda: 1)
         for token in range(5):
             mailbox.put(output_of(token, index=token % 2))
         mailbox.end(KeyError("over"))
@@ -77,7 +78,7 @@ def test_a_slow_reader_finds_one_output_a_sample_and_then_the_end() -> None:
 
 def test_a_reader_is_woken_at_once_and_then_once_a_gap() -> None:
     loop = HeldLoop()
-    mailbox = Mailbox(loop)  # type: ignore[arg-type]
+    mailbox = Mailbox(loop, lambda: 20)  # type: ignore[arg-type]
     news = mailbox._news
     mailbox.put(output_of(1))
     assert news.is_set()  # the first
@@ -103,10 +104,13 @@ def test_a_reader_is_woken_at_once_and_then_once_a_gap() -> None:
 
 def test_the_end_wakes_at_once() -> None:
     loop = HeldLoop()
-    mailbox = Mailbox(loop)  # type: ignore[arg-type]
+    mailbox = Mailbox(loop, lambda: 20)  # type: ignore[arg-type]
     mailbox.put(output_of(1))
     mailbox._news.clear()
     mailbox.put(output_of(2))
     mailbox.end(StopAsyncIteration())
     assert mailbox._news.is_set()
-    assert not math.isinf(mailbox._woken)
+
+
+def test_the_gap_grows_with_the_requests_up_to_a_limit() -> None:
+    assert [gap_seconds(requests) for requests in (0, 1, 20, 10_000)] == [0.001, 0.001, 0.02, MAX_GAP_SECONDS]
