@@ -37,6 +37,10 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),  # a client that vanished without a word is found out
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # In a flood gRPC would answer calls with CANCELLED, by chance, where this server says why and when to come again.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
+    ("grpc.server_max_unrequested_time_in_server", 300),  # seconds
 ]
 
 

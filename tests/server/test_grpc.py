@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from gate import Gate
+from google.protobuf import descriptor_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_parts import (
@@ -391,12 +392,18 @@ def test_a_client_that_never_reads_stalls_nobody() -> None:
 # The connection.
 
 
-def test_reflection_lists_the_service() -> None:
+def test_reflection_lists_the_service_and_describes_it() -> None:
     async def scene(served: Served) -> None:
         stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
-        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-        names = {service.name async for response in call for service in response.list_services_response.service}
-        assert {"jetstream_proto.Orchestrator", "grpc.health.v1.Health"} <= names
+        service = "jetstream_proto.Orchestrator"
+        ask = reflection_pb2.ServerReflectionRequest
+        call = stub.ServerReflectionInfo(iter([ask(list_services=""), ask(file_containing_symbol=service)]))
+        listing, files = [response async for response in call]
+        names = {service.name for service in listing.list_services_response.service}
+        assert {service, "grpc.health.v1.Health"} <= names
+        (data,) = files.file_descriptor_response.file_descriptor_proto
+        described = descriptor_pb2.FileDescriptorProto.FromString(data).service[0]
+        assert [method.name for method in described.method] == ["Decode", "HealthCheck"]
 
     play(scene)
 
