@@ -2,7 +2,7 @@
 
 Nothing here sorts the vocabulary. The cut-offs of top-k and top-p are found by bisection over the bits of the float
 order, 32 passes of sums over V, exact but for ties, which all stay in. Randomness depends on a request's seed and the
-position alone (Gumbel-max over a counter-based key), so a request gives the same text alone or in any batch.
+position alone (one number from a counter-based key), so a request gives the same text alone or in any batch.
 """
 
 import dataclasses
@@ -24,6 +24,8 @@ BIAS_SLOTS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + MAX_END_TOKENS
 GREEDY = SamplingParams(temperature=0.0)
 NO_TOKEN = -1
 """In place of a token that cannot be sampled: the logits are not finite numbers, or the guide allows none."""
+DRAW_BLOCK = 256
+"""Tokens that are summed first when one is drawn."""
 BANNED = -1e30
 """The logit of a token that must not be chosen: finite, so that softmax stays free of NaN."""
 
@@ -35,8 +37,8 @@ class SamplingBatch:
 
     `seed` uint32 [S, 2]; `position` int32 [S], tokens before the one sampled; `history` int32 [S, L], prompt and
     output padded with -1; `prompt_length` int32 [S]; `bias_ids` int32 [S, BIAS_SLOTS] padded with -1, `bias` float32 of
-    its shape; `allowed` uint32 [S, ceil(V / 32)], token t by bit t % 32 of word t // 32; the rest float32 or int32 [S],
-    named as in `SamplingParams`.
+    its shape; `allowed` uint32 [S, ceil(V / 32)], token t by bit t % 32 of word t // 32; `wants_logprobs` bool [S];
+    the rest float32 or int32 [S], named as in `SamplingParams`.
     """
 
     temperature: jax.Array
@@ -53,6 +55,7 @@ class SamplingBatch:
     bias_ids: jax.Array
     bias: jax.Array
     allowed: jax.Array
+    wants_logprobs: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -104,9 +107,11 @@ def make_batch(rows: Seq[Row], size: int, max_length: int, vocab_size: int) -> S
     seed: Any = np.zeros((size, 2), np.uint32)
     bias_ids: Any = np.full((size, BIAS_SLOTS), -1, np.int32)
     bias: Any = np.zeros((size, BIAS_SLOTS), np.float32)
+    wants_logprobs: Any = np.zeros(size, bool)
     for i, row in enumerate(rows):
         history[i, : len(row.tokens)] = row.tokens
         prompt_length[i], position[i] = row.prompt_length, len(row.tokens)
+        wants_logprobs[i] = row.params.logprobs is not None
         seed[i] = row.seed >> 32, row.seed & 0xFFFFFFFF
         biases = {**row.params.logit_bias, **dict.fromkeys(row.banned, BANNED)}
         bias_ids[i, : len(biases)] = list(biases.keys())
@@ -131,6 +136,7 @@ def make_batch(rows: Seq[Row], size: int, max_length: int, vocab_size: int) -> S
         bias_ids=bias_ids,
         bias=bias,
         allowed=allowed,
+        wants_logprobs=wants_logprobs,
     )
 
 
@@ -149,14 +155,36 @@ def sample_greedy(logits: jax.Array) -> Sampled:
 
 @jax.jit
 def sample(logits: jax.Array, batch: SamplingBatch) -> Sampled:
-    """float32 [S, V] -> tokens by every setting, with logprobs of the model's own distribution."""
+    """float32 [S, V] -> tokens by every setting, with logprobs of the model's own distribution where a row wants them.
+
+    What no row asks for is not computed, in the one program that there is.
+    """
     logits = logits.astype(jnp.float32)
+    adjusted = jax.lax.cond(_any_adjusted(batch), jax.vmap(_adjust), lambda logits, _: logits, logits, batch)
+    tokens = _checked(_choose(adjusted, batch), logits, adjusted)
+    logprob, top_ids, top_logprobs = jax.lax.cond(
+        jnp.any(batch.wants_logprobs), _logprobs, _no_logprobs, logits, tokens
+    )
+    return Sampled(tokens=tokens, logprob=logprob, top_ids=top_ids, top_logprobs=top_logprobs)
+
+
+def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[S] of the tokens; ids and logprobs [S, MAX_TOP_LOGPROBS] of the best."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    adjusted = jax.vmap(_adjust)(logits, batch)
-    tokens = _checked(jax.vmap(_choose)(adjusted, batch), logits, adjusted)
     top_logprobs, top_ids = jax.lax.top_k(logprobs, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return Sampled(tokens=tokens, logprob=chosen, top_ids=top_ids, top_logprobs=top_logprobs)
+    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], top_ids, top_logprobs
+
+
+def _no_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    shapes = jax.eval_shape(_logprobs, logits, tokens)
+    chosen, top_ids, top_logprobs = (jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+    return chosen, top_ids, top_logprobs
+
+
+def _any_adjusted(batch: SamplingBatch) -> jax.Array:
+    """Whether `_adjust` would change any row."""
+    penalties = (batch.repetition_penalty != 1) | (batch.presence_penalty != 0) | (batch.frequency_penalty != 0)
+    return jnp.any(penalties) | jnp.any(batch.bias_ids >= 0) | jnp.any(~batch.allowed != 0)
 
 
 def _adjust(logits: jax.Array, row: SamplingBatch) -> jax.Array:
@@ -179,27 +207,62 @@ def _adjust(logits: jax.Array, row: SamplingBatch) -> jax.Array:
     return jnp.where(bits.reshape(-1)[:V] == 1, logits, -jnp.inf)
 
 
-def _choose(logits: jax.Array, row: SamplingBatch) -> jax.Array:
-    """[V] -> one token: the argmax at temperature 0, else a draw from what the cut-offs leave."""
-    scaled, kept = cut_off(logits, row)
-    key = jax.random.fold_in(jax.random.wrap_key_data(row.seed, impl="threefry2x32"), row.position)
-    noisy = jnp.where(kept, scaled + jax.random.gumbel(key, logits.shape), -jnp.inf)
-    return jnp.where(row.temperature > 0, jnp.argmax(noisy), jnp.argmax(logits)).astype(jnp.int32)
+def _choose(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
+    """[S, V] -> [S]: the argmax at temperature 0, else a draw from what the cut-offs leave."""
+    drawn = jax.vmap(_draw)(cut_off(logits, batch), batch.seed, batch.position)
+    return jnp.where(batch.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
 
-def cut_off(logits: jax.Array, row: SamplingBatch) -> tuple[jax.Array, jax.Array]:
-    """[V] -> log weights [V], the best 0, and which tokens top-k, then top-p, then min-p leave of them."""
-    V = logits.shape[0]
+def _draw(weights: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+    """A token with probability in proportion to its weight [V]: where the running sum passes a random share of all.
+
+    The sum runs over blocks, then within one of them.
+    """
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+    blocks = jnp.pad(weights, (0, -weights.shape[0] % DRAW_BLOCK)).reshape(-1, DRAW_BLOCK)
+    sums = jnp.sum(blocks, axis=-1)
+    target = jax.random.uniform(key) * jnp.sum(sums)
+    block, before = _passes(sums, target)
+    token, _ = _passes(blocks[block], target - before)
+    return block * DRAW_BLOCK + token
+
+
+def _passes(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first index whose weight takes the running sum above `target`, and the sum before it.
+
+    Never one of weight 0; where rounding leaves none, the last that has a weight.
+    """
+    sums = jnp.cumsum(weights)
+    passes = (sums > target) & (weights > 0)
+    last = weights.shape[0] - 1 - jnp.argmax(weights[::-1] > 0)
+    index = jnp.where(jnp.any(passes), jnp.argmax(passes), last)
+    return index, sums[index] - weights[index]
+
+
+def cut_off(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
+    """[S, V] -> weights [S, V] to draw by, the best 1, and 0 for what top-k, then top-p, then min-p take away."""
     # The best is taken off first: divided by a small temperature it would overflow.
-    scaled = (logits - jnp.max(logits)) / jnp.where(row.temperature > 0, row.temperature, 1.0)
+    temperature = jnp.where(batch.temperature > 0, batch.temperature, 1.0)
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
+    is_cut = jnp.any((batch.top_k > 0) | (batch.top_p < 1))
+    lowest = jax.lax.cond(is_cut, jax.vmap(_lowest_kept), _nothing_cut, scaled, batch)
+    kept = (_ordered_bits(scaled) >= lowest[:, None]) & (scaled >= jnp.log(jnp.maximum(batch.min_p, 1e-38))[:, None])
+    return jnp.where(kept, jnp.exp(scaled), 0.0)
+
+
+def _lowest_kept(scaled: jax.Array, row: SamplingBatch) -> jax.Array:
+    """The ordered bits of the least of the log weights [V] that top-k, then top-p leave."""
+    V = scaled.shape[0]
     order = _ordered_bits(scaled)
     top_k = jnp.where(row.top_k > 0, jnp.minimum(row.top_k, V), V)
-    kept = order >= _threshold(order, jnp.ones(V, jnp.float32), top_k.astype(jnp.float32))
-    weights = jnp.where(kept, jnp.exp(scaled), 0.0)
-    top_p = _threshold(order, weights, row.top_p * jnp.sum(weights))
-    kept &= jnp.where(row.top_p < 1, order >= top_p, True)
-    kept &= scaled >= jnp.log(jnp.maximum(row.min_p, 1e-38))
-    return scaled, kept
+    by_k = _threshold(order, jnp.ones(V, jnp.float32), top_k.astype(jnp.float32))
+    weights = jnp.where(order >= by_k, jnp.exp(scaled), 0.0)
+    by_p = _threshold(order, weights, row.top_p * jnp.sum(weights))
+    return jnp.maximum(by_k, jnp.where(row.top_p < 1, by_p, 0))
+
+
+def _nothing_cut(scaled: jax.Array, _batch: SamplingBatch) -> jax.Array:
+    return jnp.zeros(scaled.shape[0], jnp.uint32)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

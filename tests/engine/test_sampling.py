@@ -51,14 +51,12 @@ def expected_left(logits: np.ndarray, params: SamplingParams) -> set[int]:
     return {token for token in best_first if np.exp(scaled[token] - scaled.max()) >= params.min_p}
 
 
-@jax.jit
-def cut_off(logits: jax.Array, batch: sampling.SamplingBatch) -> tuple[jax.Array, jax.Array]:
-    return jax.vmap(sampling.cut_off)(logits, batch)
+cut_off = jax.jit(sampling.cut_off)
 
 
 def left(logits: np.ndarray, params: SamplingParams) -> set[int]:
-    _, kept = cut_off(jnp.asarray(logits[None]), sampling.make_batch([row(params)], 1, LENGTH, V))
-    return set(np.flatnonzero(np.asarray(kept[0])).tolist())
+    weights = cut_off(jnp.asarray(logits[None]), sampling.make_batch([row(params)], 1, LENGTH, V))
+    return set(np.flatnonzero(np.asarray(weights[0])).tolist())
 
 
 SETTINGS = [
