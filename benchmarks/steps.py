@@ -21,8 +21,12 @@ from jetserve.kernels import select
 
 BATCH, CONTEXT, PROMPT = 16, 200, 512
 IMPLEMENTATIONS = {
-    "kernels": {"quantized_matmul": "cpu", "embedding_lookup": "cpu", "attention": "cpu"},
-    "xla": {"quantized_matmul": "dequantized", "embedding_lookup": "xla", "attention": "xla"},
+    "kernels": {},
+    "xla": {
+        "quantized_matmul": "dequantized",
+        "embedding_lookup": "xla",
+        **dict.fromkeys(("projections", "attention", "rms_norm", "rope"), "xla"),
+    },
 }
 
 
