@@ -18,11 +18,11 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 from jetserve.tokenizer import Tokenizer
 from jetserve.types import Guide, GuideKind
 
-MAX_COMPILED = 32
-"""Guides that are kept compiled: those used last."""
+MAX_COMPILED = 16
+"""Guides that are kept compiled, those used last: with the limit on states, half a gigabyte in the worst case."""
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,  # of one token: some 10 ms, in the worst cases 100, in which everyone waits
-    max_lexer_states=50_000,  # at about 1.7 kB
+    max_lexer_states=20_000,  # at about 1.7 kB
     verbose_errors=False,
 )
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
