@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -165,7 +166,7 @@ def test_bodies_that_are_no_json_object_are_refused() -> None:
     play(scene)
 
 
-def test_unknown_paths_and_methods() -> None:
+def test_unknown_paths_and_methods(caplog: pytest.LogCaptureFixture) -> None:
     async def scene(served: Served) -> None:
         await expect(await served.http.get("/v2/nothing"), 404, "/v2/nothing")
         error = await expect(await served.http.get(CHAT), 405, "GET")
@@ -173,6 +174,30 @@ def test_unknown_paths_and_methods() -> None:
         await expect(await served.http.get("/v1/models/other"), 404, "model is 'other'")
 
     play(scene)
+    assert not [
+        record for record in caplog.records if record.exc_info
+    ]  # a client's mistake is no fault of the server's
+
+
+def test_connections_send_at_once() -> None:
+    no_delay = []
+
+    class Watched(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            no_delay.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    async def main() -> None:
+        bound = HttpServer(ServerConfig(http_port=0), profile_folder=Path("profiles"))
+        listening = await asyncio.get_running_loop().create_server(Watched, sock=bound._socket)
+        async with listening:
+            reader, writer = await asyncio.open_connection("127.0.0.1", bound.port)
+            assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(main())
+    assert len(no_delay) == 1
+    assert no_delay[0] != 0
 
 
 @pytest.mark.slow

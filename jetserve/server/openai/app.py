@@ -38,7 +38,7 @@ def make_app(state: ServerState, *, key: str | None, max_bytes: int, cors_origin
     app = FastAPI(title="jetserve", version=jetserve.__version__, openapi_url=None)
     app.include_router(operations.routes(state))
     _add_api(app, state)
-    for kind in (HTTPException, ApiError, Exception):
+    for kind in (HTTPException, ApiError, errors.InvalidRequestError, Exception):
         app.add_exception_handler(kind, errors.respond)
     guarded: ASGIApp = Guard(app, key=key, max_bytes=max_bytes)
     if cors_origins:

@@ -119,7 +119,8 @@ class HttpServer:
 def _bind(config: ServerConfig) -> socket.socket:
     assert config.http_port is not None
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio sends what it has at once: else small answers wait for the client's delayed ACK.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((config.host, config.http_port))
