@@ -27,6 +27,8 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+    GUIDE = "guide"
+    """The guide is at fault: it asks for what cannot come, or is too complex."""
 
 
 class GuideKind(enum.Enum):

@@ -79,7 +79,7 @@ class Engine:
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
         ):
-            for token in ids:
+            for token in (min(ids), max(ids)) if ids else ():  # every step waits for a long prompt's check
                 if not 0 <= token < self.runner.vocab_size:
                     raise ValueError(
                         f"{field} holds token id {token}; expected 0 to {self.runner.vocab_size - 1}, the vocabulary"
@@ -146,8 +146,9 @@ class Engine:
         sampled = self.runner.run(plan, rows)
         for entry, token in zip(plan.entries, sampled, strict=True):
             if token is not None and token.token_id == NO_TOKEN:
-                self.scheduler.finish(entry.sequence, FinishReason.ERROR)
-                outputs.append(self._end(entry.sequence, self._streams[entry.sequence].why_no_token))
+                reason, error = self._streams[entry.sequence].why_no_token
+                self.scheduler.finish(entry.sequence, reason)
+                outputs.append(self._end(entry.sequence, error))
         self.scheduler.update(plan, [None if token is None else token.token_id for token in sampled])
         self._steps += 1
         for entry, token in zip(plan.entries, sampled, strict=True):

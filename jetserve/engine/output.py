@@ -54,9 +54,11 @@ class Stream:
         )
 
     @property
-    def why_no_token(self) -> str:
+    def why_no_token(self) -> tuple[FinishReason, str]:
         """What to say when the sampler found no token."""
-        return NOT_FINITE if self._matcher is None or self._matcher.error is None else self._matcher.error
+        if self._matcher is None or self._matcher.error is None:
+            return FinishReason.ERROR, NOT_FINITE
+        return FinishReason.GUIDE, self._matcher.error
 
     def push(self, sampled: SampledToken, *, is_full: bool) -> RequestOutput:
         """Takes the token that was just appended to the sequence. `is_full`: nothing more fits after it."""
@@ -65,7 +67,7 @@ class Stream:
         if matcher is not None and not is_end:
             matcher.advance(sampled.token_id)
             if matcher.error is not None:
-                return self.end(FinishReason.ERROR, matcher.error)
+                return self.end(FinishReason.GUIDE, matcher.error)
         text, matched, reason = "", None, None
         if is_end:
             reason = FinishReason.STOP
@@ -83,8 +85,8 @@ class Stream:
         return self._output(reason, text, (sampled.token_id,), logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """The last output of a sequence that ends without another token. An ERROR drops text that was held back."""
-        return self._output(reason, "" if reason is FinishReason.ERROR else self._rest(), (), (), error)
+        """The last output of a sequence that ends without another token. An error drops text that was held back."""
+        return self._output(reason, self._rest() if error is None else "", (), (), error)
 
     def _text_of(self, token_id: int) -> str:
         # Models pad their vocabularies with ids that no tokenizer has.

@@ -36,6 +36,7 @@ _ENDS = {
     FinishReason.CANCELLED: (FailureKind.UNAVAILABLE, "the server stopped before the answer was complete"),
     FinishReason.DEADLINE: (FailureKind.DEADLINE, "the answer was not complete in time"),
     FinishReason.ERROR: (FailureKind.INTERNAL, "the engine failed"),
+    FinishReason.GUIDE: (FailureKind.INVALID, "the guide cannot be followed"),
 }
 
 

@@ -24,6 +24,17 @@ from jetserve.tokenizer.token_bytes import to_bytes
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+LONG_TEXT = 10_000
+"""Characters from which encoding takes milliseconds."""
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids of a text. Of several texts at once the library lets other threads run meanwhile, of a single one not."""
+    if len(text) < LONG_TEXT:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
 class Tokenizer:
     """One model's tokenizer. Immutable; safe to use from several threads.
 
@@ -131,13 +142,11 @@ class Tokenizer:
                 f"the text has half of a surrogate pair, {text[error.start]!r}, at index {error.start}; "
                 "expected valid Unicode"
             ) from error
-        if not parse_special:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-            if not self._special_ids.isdisjoint(ids):
-                backend, renumber = self._plain_backend
-                ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
-                return [renumber.get(index, index) for index in ids]
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if not parse_special and not self._special_ids.isdisjoint(_ids(self._backend, text, add_special_tokens=False)):
+            backend, renumber = self._plain_backend
+            ids = _ids(backend, text, add_special_tokens=add_special_tokens)
+            return [renumber.get(index, index) for index in ids]
+        return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     @functools.cached_property
     def _plain_backend(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:

@@ -280,6 +280,6 @@ def test_a_guide_that_gets_stuck_ends_its_answer_alone_with_the_reason() -> None
     stuck = Request(request_id="stuck", prompt_token_ids=(5,), sampling=guided(GuideKind.REGEX, "[ab](a{1000}){1000}"))
     good = requests_of(guided(GuideKind.REGEX, "[a-z]{9}"), 2)
     answers = run(engine, [stuck, *good])
-    assert answers["stuck", 0].reason is FinishReason.ERROR
+    assert answers["stuck", 0].reason is FinishReason.GUIDE
     assert "cannot go on as its regex asks" in answers["stuck", 0].last.error
     assert all(len(answers[request.request_id, 0].text) == 9 for request in good)

@@ -126,7 +126,7 @@ class Lacking(Tokenizer):
 def test_what_the_vocabulary_cannot_say_ends_with_an_error(pattern: str) -> None:
     engine = Engine(runner_of(PLAIN, max_length=LENGTH), Lacking.from_folder(checkpoint()))
     for answer in answers_of(guided(GuideKind.REGEX, pattern), 2, engine):
-        assert answer.reason is FinishReason.ERROR
+        assert answer.reason is FinishReason.GUIDE
         assert "cannot go on as its regex asks" in answer.last.error
         assert re.fullmatch("[ab]{3}", answer.text)
     for answer in answers_of(guided(GuideKind.REGEX, "[ab]{3}[qyz]"), 2, engine):

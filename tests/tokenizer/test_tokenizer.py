@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 from jetserve.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 from jetserve.tokenizer.token_bytes import PRE_TOKENIZERS, build_byte_level
+from jetserve.tokenizer.tokenizer import LONG_TEXT
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
@@ -694,3 +695,13 @@ def test_stop_strings_hold_back_only_what_may_be_a_stop() -> None:
     assert StopStrings(()).push("anything") == ("anything", None)
     with pytest.raises(ValueError, match="not empty"):
         StopStrings(("",))
+
+
+def test_long_texts_are_encoded_as_short_ones_are(small: Tokenizer) -> None:
+    """By another call of the library, which lets other threads run meanwhile."""
+    text = "hello world, 123 éß😀 " * 600
+    assert len(text) > LONG_TEXT
+    piece = small.encode(text[:9000], add_special_tokens=False)
+    whole = small.encode(text, add_special_tokens=False)
+    assert whole[: len(piece) - 2] == piece[:-2]
+    assert small.decode(whole) == text
