@@ -7,6 +7,7 @@ Knows the protocol and nothing of engines; importing it takes neither jax nor fl
 """
 
 import dataclasses
+import numbers
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ import grpc
 
 from jetserve.server.proto import jetstream_pb2 as pb
 from jetserve.server.proto import jetstream_pb2_grpc
-from jetserve.types import FinishReason, GuideKind, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from jetserve.types import FieldError, FinishReason, GuideKind, RequestOutput, SamplingParams, TokenLogprobs, Usage
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -85,14 +86,11 @@ class Client:
           request_id: for logs; empty lets the server draw one.
 
         Raises:
-          ValueError: for an empty prompt, or a seed that does not fit in 64 bits with a sign.
+          ValueError: for an empty prompt, or what the protocol cannot carry; the message names the field.
           grpc.RpcError: as `jetstream.proto` says; RESOURCE_EXHAUSTED has "retry-after-ms" in its trailing metadata.
         """
         message = to_message(prompt, sampling or SamplingParams(temperature=0.0))
-        message.priority = priority
-        message.request_id = request_id
-        if timeout_seconds is not None:
-            message.timeout_seconds = timeout_seconds
+        _put(message, priority=priority, request_id=request_id, timeout_seconds=timeout_seconds)
         return self._outputs(message)
 
     def _outputs(self, message: pb.DecodeRequest) -> Generator[RequestOutput, None, None]:
@@ -122,8 +120,10 @@ class Client:
 
 
 def to_message(prompt: Prompt, sampling: SamplingParams) -> pb.DecodeRequest:
-    """A request as the protocol has it. Raises ValueError for an empty prompt."""
-    message = pb.DecodeRequest(
+    """A request as the protocol has it. Raises ValueError for what the protocol cannot carry, and an empty prompt."""
+    message = pb.DecodeRequest()
+    _put(
+        message,
         max_tokens=sampling.max_tokens,
         num_samples=sampling.n,
         temperature=sampling.temperature,
@@ -143,17 +143,41 @@ def to_message(prompt: Prompt, sampling: SamplingParams) -> pb.DecodeRequest:
     )
     if (guide := sampling.guide) is not None:
         setattr(message, guide.kind.value, True if guide.kind is GuideKind.JSON_OBJECT else guide.source)
-    if not prompt:
-        raise ValueError(f"prompt is {prompt!r}; expected a text, token ids or messages, not empty")
-    if isinstance(prompt, str):
-        message.text_content.text = prompt
-        return message
-    for item in prompt:
-        if isinstance(item, Mapping):
-            message.chat_content.messages.add(role=item["role"], content=item["content"])
-        else:
-            message.token_content.token_ids.append(item)
+    _put_prompt(message, prompt)
     return message
+
+
+def _put(message: pb.DecodeRequest, **fields: object) -> None:
+    for field, value in fields.items():
+        try:
+            message.MergeFrom(pb.DecodeRequest(**{field: value}))  # type: ignore[arg-type]
+        except (ValueError, TypeError) as error:
+            expected = "an integer of 64 bits with a sign" if field == "seed" else "what the protocol's field can hold"
+            raise ValueError(f"{field} is {value!r}; expected {expected} ({error})") from error
+
+
+def _put_prompt(message: pb.DecodeRequest, prompt: Prompt) -> None:
+    if not prompt:
+        raise FieldError("prompt", prompt, "a text, token ids or messages, not empty")
+    if isinstance(prompt, str):
+        _put(message, text_content={"text": prompt})
+    elif any(isinstance(item, Mapping) for item in prompt):
+        messages = [_turn(item, f"messages[{index}]") for index, item in enumerate(prompt)]
+        _put(message, chat_content={"messages": messages})
+    else:
+        for index, token in enumerate(prompt):
+            if not (isinstance(token, numbers.Integral) and 0 <= int(token) < 2**31):
+                raise FieldError(f"prompt[{index}]", token, "a token id, which is an integer of 0 or more in 32 bits")
+        _put(message, token_content={"token_ids": prompt})
+
+
+def _turn(item: object, where: str) -> Mapping[str, str]:
+    if not isinstance(item, Mapping):
+        raise FieldError(where, item, 'a message with "role" and "content", like the others')
+    for key in ("role", "content"):
+        if not isinstance(item.get(key), str):
+            raise FieldError(f"{where}.{key}", item.get(key), "a text")
+    return {"role": item["role"], "content": item["content"]}
 
 
 def _output(request_id: str, index: int, sample: pb.DecodeResponse.StreamContent.Sample) -> RequestOutput:

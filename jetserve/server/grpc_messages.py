@@ -5,6 +5,7 @@ Knows nothing of connections, status codes or engines.
 
 import math
 
+from jetserve.server import roles
 from jetserve.server.proto import jetstream_pb2 as pb
 from jetserve.tokenizer import Tokenizer
 from jetserve.types import FinishReason, Guide, GuideKind, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -71,7 +72,10 @@ def _prompt(message: pb.DecodeRequest, tokenizer: Tokenizer) -> list[int]:
     if kind == "token_content":
         return _begun(list(message.token_content.token_ids), tokenizer, message.has_bos)
     if kind == "chat_content":
-        messages = [{"role": turn.role, "content": turn.content} for turn in message.chat_content.messages]
+        messages = [
+            {"role": roles.for_template(turn.role, f"messages[{index}].role"), "content": turn.content}
+            for index, turn in enumerate(message.chat_content.messages)
+        ]
         if not messages:
             raise ValueError("chat_content has no messages; expected at least one")
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True)

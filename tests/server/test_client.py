@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_parts import Served, make_engine, play, until
 
-from jetserve.client import Client
+from jetserve.client import Client, Prompt, to_message
 from jetserve.types import FinishReason, Guide, GuideKind, Request, SamplingParams
 
 LONG = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)
@@ -107,6 +107,34 @@ def test_errors_are_grpcs_with_the_servers_words() -> None:
             client.generate("")
 
     with_client(use)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "prompt is ''; expected a text, token ids or messages, not empty"),
+        ([1, {"role": "user", "content": "x"}], "messages[0] is 1; expected a message"),
+        ([{"role": "user"}], "messages[0].content is None; expected a text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "messages[0].content is [{"),
+        ([7, 2**40], "prompt[1] is 1099511627776; expected a token id"),
+        ([7, "x"], "prompt[1] is 'x'; expected a token id"),
+        ("\ud800", "text_content is "),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused(prompt: Prompt, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        to_message(prompt, LONG)
+
+
+def test_a_setting_that_the_protocol_cannot_carry_is_refused() -> None:
+    for settings, words in (
+        ({"seed": 2**63}, "seed is 9223372036854775808; expected an integer of 64 bits"),
+        ({"top_k": 2**40}, "top_k is 1099511627776; expected"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            to_message("hello", dataclasses.replace(LONG, **settings))
+    with Client("127.0.0.1:9") as client, pytest.raises(ValueError, match=r"priority is 4294967296; expected"):
+        client.stream("hello", LONG, priority=2**32)
 
 
 def test_a_token_is_sent(tmp_path: Path) -> None:

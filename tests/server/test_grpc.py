@@ -233,6 +233,10 @@ def test_fifty_streams_at_once_each_have_their_own_answer() -> None:
         (pb.DecodeRequest(token_content={"token_ids": [320]}, max_tokens=1), ["320", "vocabulary"]),
         (pb.DecodeRequest(token_content={"token_ids": [-1]}, max_tokens=1), ["-1", "vocabulary"]),
         (pb.DecodeRequest(chat_content={}, max_tokens=1), ["no messages"]),
+        (
+            pb.DecodeRequest(chat_content={"messages": [{"role": "alien", "content": "x"}]}, max_tokens=1),
+            ["messages[0].role is 'alien'", "assistant"],
+        ),
         (text_request(json_schema="{"), ["json_schema is not JSON"]),
         (text_request(json_schema='{"type": "colour"}'), ["json_schema cannot be used", "Invalid type: colour"]),
         (text_request(regex="("), ["regex cannot be used", "unclosed group"]),

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 import pydantic
 from pydantic_core import PydanticCustomError
 
+from jetserve.server.roles import Role
+
 logger = logging.getLogger(__name__)
 
 _warned: set[str] = set()
@@ -179,7 +181,7 @@ class Message(Body):
 
     fixed: ClassVar[dict[str, Any]] = {"annotations": []}
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None

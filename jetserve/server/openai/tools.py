@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jetserve.server import roles
 from jetserve.server.openai.errors import InvalidRequestError
 from jetserve.server.openai.protocol import ChatBody, Message, NamedTool, Tool
 from jetserve.server.openai.sampling import json_guide
@@ -244,7 +245,7 @@ def _in_words(message: Mapping[str, Any]) -> dict[str, Any]:
 def as_template_takes(message: Message, where: str) -> dict[str, Any]:
     """One turn as plain data."""
     turn: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
+        "role": roles.for_template(message.role, f"{where}.role"),
         "content": message.text or "",
     }
     if message.name is not None:
