@@ -141,4 +141,12 @@ def make_engine(loaded: LoadedModel, config: EngineConfig, *, max_length: int | 
             f" --batch_size ({config.max_sequences}), --max_cache_length ({config.max_length}) or --num_pages, or set"
             " --quantize_kv_cache"
         ) from error
-    return Engine(runner, tokenizer)
+    engine = Engine(runner, tokenizer)
+    if engine.max_length < config.max_length:
+        logger.warning(
+            "the KV cache holds %d tokens (--num_pages), which is all that a prompt and its answer may have together;"
+            " --max_cache_length is %d",
+            engine.max_length,
+            config.max_length,
+        )
+    return engine

@@ -43,6 +43,11 @@ class Engine:
         self._steps = self._prompt_tokens = self._output_tokens = 0
         self._finished: collections.Counter[FinishReason] = collections.Counter()
 
+    @property
+    def max_length(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return self.scheduler.max_length
+
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Does what first requests would wait for: compiles every program, and reads the vocabulary for guides.
 

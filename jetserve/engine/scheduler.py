@@ -140,15 +140,15 @@ def _enter(entries: list[ScheduledSequence], sequence: Sequence, budget: int) ->
 class Scheduler:
     """Plans steps for at most `config.max_sequences` sequences and `config.max_step_tokens` tokens at once.
 
-    `preemptions` counts the times that a sequence lost its pages to another.
+    `preemptions` counts the times that a sequence lost its pages to another. `max_length`: tokens of a prompt and its
+    answer together, `config.max_length` or what all the pages hold if that is less.
     """
 
     def __init__(self, config: EngineConfig, allocator: PageAllocator) -> None:
         self.config = config
         self.allocator = allocator
         self.preemptions = 0
-        # The last token of a sequence takes no room until another is wanted after it.
-        self._full_length = min(config.max_length, allocator.total * allocator.page_size + 1)
+        self.max_length = min(config.max_length, allocator.total * allocator.page_size)
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
         self._requests: dict[str, list[Sequence]] = {}
@@ -178,13 +178,18 @@ class Scheduler:
         """The sequences of one request that have not ended; empty for a request that is unknown or over."""
         return list(self._requests.get(request_id, ()))
 
+    @property
+    def max_length_flag(self) -> str:
+        """The flag that `max_length` comes from."""
+        return "--max_cache_length" if self.max_length == self.config.max_length else "--num_pages"
+
     def is_full(self, sequence: Sequence) -> bool:
-        """Whether `sequence` has reached `config.max_length` or outgrown all the pages there are.
+        """Whether `sequence` has reached `max_length`.
 
         It cannot go on then. The engine ends it with LENGTH, unless its last token is a better reason; `schedule` ends
         those that the engine left.
         """
-        return len(sequence.tokens) >= self._full_length
+        return len(sequence.tokens) >= self.max_length
 
     def add(self, sequence: Sequence) -> None:
         """Let one sequence wait. Raises as `add_all` does."""
@@ -297,18 +302,11 @@ class Scheduler:
                 entry.sequence.tokens.append(token)
 
     def _check_prompt(self, sequence: Sequence) -> None:
-        length, limit = len(sequence.prompt_token_ids), self.config.max_length
+        length, limit = len(sequence.prompt_token_ids), self.max_length
         if length >= limit:
             raise ValueError(
                 f"the prompt of {sequence.name} has {length} tokens; expected at most {limit - 1}, so that one more"
-                f" fits in {limit}: shorten it or raise --max_cache_length"
-            )
-        needed = self.allocator.pages_for(length + 1)
-        if needed > self.allocator.total:
-            raise ValueError(
-                f"the prompt of {sequence.name} has {length} tokens and needs {needed} pages of"
-                f" {self.allocator.page_size} with the first one sampled; the KV cache has {self.allocator.total}:"
-                " shorten it or give the cache more pages"
+                f" fits in {limit}: shorten it or raise {self.max_length_flag}"
             )
 
     def _end_overdue(self, now: float) -> list[Sequence]:

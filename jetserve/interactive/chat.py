@@ -128,8 +128,7 @@ class Chat:
         self._output = output
         self._for_terminal = output.isatty()
         self._sampling = sampling
-        allocator = engine.allocator
-        limit = min(engine.config.max_length, allocator.total * allocator.page_size)
+        limit = engine.max_length
         reserve = min(ANSWER_RESERVE if sampling.max_tokens is None else sampling.max_tokens, limit // 4)
         self.conversation = Conversation(engine.tokenizer, limit=limit, reserve=reserve, system=system)
         self._params(max_tokens=1)

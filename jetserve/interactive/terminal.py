@@ -111,7 +111,7 @@ def _load(source: ModelSource, config: EngineConfig, max_length: int | None, sta
     types = " + ".join(f"{group.weights / 1e6:.3g}M {name}" for name, group in groups)
     status(
         f"Weights: {types}, {report.bits_per_weight:.2f} bits each ({report.nbytes / 1e6:.0f} MB).\n"
-        f"Loaded in {time.monotonic() - started:.1f} s. A conversation has up to {engine.config.max_length} tokens."
+        f"Loaded in {time.monotonic() - started:.1f} s. A conversation has up to {engine.max_length} tokens."
     )
     return engine
 

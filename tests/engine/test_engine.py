@@ -36,7 +36,7 @@ from engine_parts import (
 
 from jetserve.checkpoint.load import load_model
 from jetserve.config import CacheConfig, EngineConfig, MeshConfig
-from jetserve.engine import sampling
+from jetserve.engine import build, sampling
 from jetserve.engine.engine import Engine
 from jetserve.engine.runner import Runner
 from jetserve.engine.scheduler import QueueFullError
@@ -215,7 +215,7 @@ def test_a_full_cache_ends_a_sequence() -> None:
 
 def test_outgrowing_all_pages_ends_a_sequence() -> None:
     answer = ask(make_engine(pages=3), prompt_of(20), dataclasses.replace(GREEDY, max_tokens=50))
-    assert (answer.reason, len(answer.tokens)) == (FinishReason.LENGTH, 5)
+    assert (answer.reason, len(answer.tokens)) == (FinishReason.LENGTH, 4)
 
 
 def test_end_of_sequence_as_the_very_first_token() -> None:
@@ -468,7 +468,7 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
     with pytest.raises(ValueError, match="stop_token_ids holds token id 999"):
         submit((5,), stop_token_ids=(999,))
     few = make_engine(pages=8)
-    with pytest.raises(ValueError, match="needs 9 pages"):
+    with pytest.raises(ValueError, match=r"has 64 tokens; expected at most 63.*--num_pages"):
         few.submit(Request(request_id="x", prompt_token_ids=prompt_of(64)))
     assert not engine.has_work
     submit((5,))
@@ -523,3 +523,12 @@ def test_stats() -> None:
     assert (stats.prompt_tokens, stats.output_tokens) == (36, 36)
     assert stats.finished == {FinishReason.LENGTH: 3}
     assert stats.steps >= 12
+
+
+@pytest.mark.slow
+def test_too_few_pages_for_the_full_length_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = load_model(checkpoint(), mesh=make_mesh(MeshConfig(), jax.devices()[:1]), dtype=jnp.float32)
+    config = EngineConfig(max_sequences=1, cache=CacheConfig(page_size=8, num_pages=4))
+    assert build.make_engine(loaded, config, max_length=64).max_length == 32
+    assert "holds 32 tokens (--num_pages)" in caplog.text
+    assert "--max_cache_length is 64" in caplog.text

@@ -236,10 +236,9 @@ def test_outgrowing_all_pages_ends_with_length():
     scheduler = make(pages=2)
     (a,) = add(scheduler, 7)
     step(scheduler)
-    step(scheduler)
     assert scheduler.is_full(a)
     assert step(scheduler).expired == (a,)
-    assert (a.finish_reason, len(a.tokens), scheduler.has_work) == (FinishReason.LENGTH, 9, False)
+    assert (a.finish_reason, len(a.tokens), scheduler.has_work) == (FinishReason.LENGTH, 8, False)
 
 
 def test_cancel_frees_pages_at_once_and_knows_only_its_request():
@@ -296,9 +295,9 @@ def test_full_queue_refuses_a_request_as_a_whole():
 
 def test_impossible_prompts_are_refused():
     scheduler = make(pages=4, max_length=32)
-    with pytest.raises(ValueError, match=r"32 tokens; expected at most 31.*--max_cache_length"):
-        scheduler.add(sequence(32))
-    with pytest.raises(ValueError, match=r"16 tokens and needs 5 pages of 4.*the KV cache has 4"):
+    with pytest.raises(ValueError, match=r"8 tokens; expected at most 7.*--max_cache_length"):
+        make(pages=4, max_length=8).add(sequence(8))
+    with pytest.raises(ValueError, match=r"16 tokens; expected at most 15.*--num_pages"):
         scheduler.add_all([sequence(1), sequence(16)])
     with pytest.raises(ValueError, match="no tokens"):
         sequence(0)

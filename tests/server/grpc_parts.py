@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from jetserve.cache.pages import PageAllocator
 from jetserve.checkpoint.load import LoadedModel, load_model
 from jetserve.config import CacheConfig, EngineConfig, MeshConfig, ServerConfig
 from jetserve.engine.async_engine import AsyncEngine
@@ -46,7 +47,7 @@ def runner() -> Runner:
     return Runner(loaded().model, config, make_mesh(config.mesh, jax.devices()[:1]))
 
 
-def make_engine(max_queue: int | None = None) -> Engine:
+def make_engine(max_queue: int | None = None, *, pages: int | None = None) -> Engine:
     tokenizer = loaded().tokenizer
     assert tokenizer is not None
     engine = Engine(runner(), tokenizer)
@@ -54,6 +55,9 @@ def make_engine(max_queue: int | None = None) -> Engine:
         config = EngineConfig(max_sequences=1, max_length=MAX_LENGTH, max_queue=max_queue, cache=engine.config.cache)
         engine.config = config
         engine.scheduler = Scheduler(config, engine.allocator)
+    if pages is not None:
+        engine.allocator = PageAllocator(pages, engine.config.cache.page_size, engine.config.cache.prefix_caching)
+        engine.scheduler = Scheduler(engine.config, engine.allocator)
     return engine
 
 

@@ -138,6 +138,22 @@ def test_what_can_never_succeed_is_refused_with_the_reason(stream: bool) -> None
     play(scene)
 
 
+def test_what_does_not_fit_into_the_pages_is_refused_as_what_is_too_long() -> None:
+    async def scene(served: Served) -> None:
+        assert (await served.http.get("/v1/models")).json()["data"][0]["max_model_len"] == 32
+        assert (await served.http.get("/state")).json()["max_length"] == 32
+        for path, body, param in (
+            (TEXT, text(prompt=[5] * 32), "prompt"),
+            (CHAT, chat(messages=[{"role": "user", "content": "word " * 32}]), "messages"),
+        ):
+            error = await expect(await served.post(path, body), 400, "at most 31", "--num_pages")
+            assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        answer = await served.complete(prompt=[5] * 20, max_tokens=100)
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (12, "length")
+
+    play(scene, make_engine(pages=4))
+
+
 def test_fields_that_change_nothing_are_taken() -> None:
     async def scene(served: Served) -> None:
         harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "colour": None}

@@ -30,7 +30,7 @@ class Backend:
     @property
     def max_length(self) -> int:
         """Tokens of a prompt and its answer together."""
-        return self.engine.engine.config.max_length
+        return self.engine.engine.max_length
 
     @property
     def fingerprint(self) -> str:
@@ -64,16 +64,17 @@ class Call:
         param: str,
     ) -> tuple[Request, ...]:
         """One for each prompt. Raises InvalidRequestError, blaming `param`, for prompts that can never be answered."""
-        limit = self.backend.max_length
+        engine = self.backend.engine.engine
+        limit, flag = engine.max_length, engine.scheduler.max_length_flag
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise InvalidRequestError(
                     f"{param} has {len(prompt)} tokens; expected at most {limit - 1}, so that one more fits in {limit}:"
-                    " shorten it, or have the server started with a larger --max_cache_length",
+                    f" shorten it, or have the server started with a larger {flag}",
                     param=param,
                     code="context_length_exceeded",
                 )
-        most = self.backend.engine.engine.config.max_queue
+        most = engine.config.max_queue
         if len(prompts) * sampling.n > most:
             raise InvalidRequestError(
                 f"the request has {len(prompts)} prompts with n={sampling.n}; expected at most {most} answers, which is"
