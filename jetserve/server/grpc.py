@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from jetserve.config import ServerConfig
 from jetserve.engine.async_engine import AsyncEngine
-from jetserve.server import auth, failures, grpc_messages
+from jetserve.server import auth, failures, grpc_messages, listen
 from jetserve.server.failures import RETRY_AFTER_SECONDS, FailureKind
 from jetserve.server.metrics import Protocol
 from jetserve.server.observe import Observation, Observer
@@ -167,8 +166,7 @@ class GrpcServer:
         """Binds the port.
 
         Raises:
-          OSError: if a file that the configuration names cannot be read.
-          ValueError: if there is a key that cannot be one.
+          ValueError: if there is a key that cannot be one, or a file that the configuration names cannot be used.
           RuntimeError: if the port cannot be had.
         """
         key = auth.key_of(config)
@@ -180,18 +178,16 @@ class GrpcServer:
         self.port = self._bind(config)
 
     def _bind(self, config: ServerConfig) -> int:
+        assert config.grpc_port is not None
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"
-        credentials = _credentials(config.tls_cert_file, config.tls_key_file)
-        try:
-            if credentials is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"cannot listen on {address} ({error}); expected an address of this machine, a port that no other"
-                " process has (--grpc_port), and a certificate and key that belong together"
-            ) from error
+        pair = listen.certificate_and_key(config)
+        # gRPC would log lines of its own about an address that cannot be had.
+        listen.bind(config.host, config.grpc_port, flag="--grpc_port").close()
+        if pair is None:
+            return self._server.add_insecure_port(address)
+        certificate, key = pair
+        return self._server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
 
     async def start(self, engine: AsyncEngine, observer: Observer) -> None:
         """Takes calls, for `engine` to answer."""
@@ -217,9 +213,3 @@ class GrpcServer:
         # gRPC hands calls over one by one, and answers those that it still has with CANCELLED.
         await asyncio.sleep(HAND_OVER_SECONDS)
         await self._server.stop(seconds)
-
-
-def _credentials(cert_file: Path | None, key_file: Path | None) -> grpc.ServerCredentials | None:
-    if cert_file is None or key_file is None:
-        return None
-    return grpc.ssl_server_credentials([(key_file.read_bytes(), cert_file.read_bytes())])

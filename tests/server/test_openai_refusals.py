@@ -508,7 +508,7 @@ def test_tls(tmp_path: Path) -> None:
             assert (await client.post(TEXT, json=text())).status_code == 200
 
     play(scene, tls_cert_file=cert, tls_key_file=key)
-    with pytest.raises(RuntimeError, match="cannot be used"):
+    with pytest.raises(ValueError, match="cannot be used"):
         HttpServer(ServerConfig(http_port=0, tls_cert_file=cert, tls_key_file=cert), profile_folder=tmp_path)
 
 

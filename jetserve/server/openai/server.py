@@ -5,8 +5,6 @@ Knows nothing of when to stop: `serve` says that.
 
 import asyncio
 import contextlib
-import socket
-import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import uvicorn
 from jetserve.config import ServerConfig
 from jetserve.engine.async_engine import AsyncEngine
 from jetserve.engine.profiler import Profiler
-from jetserve.server import auth
+from jetserve.server import auth, listen
 from jetserve.server.observe import Observer
 from jetserve.server.openai.app import make_app
 from jetserve.server.openai.backend import Backend
@@ -44,10 +42,11 @@ class HttpServer:
         """Binds the port, and takes no connections yet.
 
         Raises:
-          OSError: if a file that the configuration names cannot be read.
-          ValueError: if there is a key that cannot be one.
-          RuntimeError: if the port cannot be had, or the certificate and key do not belong together.
+          ValueError: if there is a key that cannot be one, or a file that the configuration names cannot be used.
+          RuntimeError: if the port cannot be had.
         """
+        assert config.http_port is not None
+        listen.certificate_and_key(config)  # refused in words of ours before uvicorn reads them
         self.state = ServerState(profiler=Profiler(profile_folder))
         app = make_app(
             self.state,
@@ -69,15 +68,9 @@ class HttpServer:
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
-        try:
-            settings.load()
-        except ssl.SSLError as error:
-            raise RuntimeError(
-                f"{config.tls_cert_file} and {config.tls_key_file} cannot be used ({error}); expected a PEM certificate"
-                " and its key"
-            ) from error
+        settings.load()
         self._server = _Uvicorn(settings)
-        self._socket = _bind(config)
+        self._socket = listen.bind(config.host, config.http_port, flag="--http_port", backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"{'http' if config.tls_cert_file is None else 'https'}://{host}:{self.port}"
@@ -114,22 +107,3 @@ class HttpServer:
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
             await self._serving
-
-
-def _bind(config: ServerConfig) -> socket.socket:
-    assert config.http_port is not None
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # With the protocol named, asyncio sends what it has at once: else small answers wait for the client's delayed ACK.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((config.host, config.http_port))
-        bound.listen(_BACKLOG)
-    except OSError as error:
-        bound.close()
-        raise RuntimeError(
-            f"cannot listen on {config.host}:{config.http_port} ({error.strerror}); expected an address of this"
-            " machine, and a port that no other process has (--http_port)"
-        ) from error
-    bound.setblocking(False)
-    return bound
