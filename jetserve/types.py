@@ -40,17 +40,29 @@ class GuideKind(enum.Enum):
     GRAMMAR = "grammar"
 
 
-class FieldError(ValueError):
+class InvalidFieldError(ValueError):
+    """`field` is to blame; `what` says of it what was found and what was expected."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(f"{field} {what}")
+        self.field = field
+
+
+class FieldError(InvalidFieldError):
     """`field` has a value that it cannot have."""
 
     def __init__(self, field: str, found: object, expected: str) -> None:
-        super().__init__(f"{field} is {found!r}; expected {expected}")
-        self.field = field
+        super().__init__(field, f"is {found!r}; expected {expected}")
 
 
 def _require(ok: bool, field: str, found: object, expected: str) -> None:
     if not ok:
         raise FieldError(field, found, expected)
+
+
+def _require_at_most(limit: int, field: str, found: int, of_what: str) -> None:
+    if found > limit:
+        raise InvalidFieldError(field, f"has {found} {of_what}; expected at most {limit}")
 
 
 def _is_integer(value: object) -> bool:
@@ -67,26 +79,27 @@ class Guide:
     """A form that the whole answer must have.
 
     `source`: a JSON schema as text, a regular expression in Rust's syntax, or a grammar in llguidance's kind of Lark;
-    for `JSON_OBJECT` nothing.
+    for `JSON_OBJECT` nothing. `field`: what who asks for it calls it, for messages; the kind's own name if it is empty.
     """
 
     kind: GuideKind
     source: str = ""
+    field: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         is_free = self.kind is GuideKind.JSON_OBJECT
         _require(
             isinstance(self.source, str) and is_free == (self.source == ""),
-            self.kind.value,
+            self.name,
             self.source,
             "no source" if is_free else "a text that is not empty",
         )
-        _require(
-            len(self.source) <= MAX_GUIDE_CHARACTERS,
-            self.kind.value,
-            f"{len(self.source)} characters",
-            f"at most {MAX_GUIDE_CHARACTERS}",
-        )
+        _require_at_most(MAX_GUIDE_CHARACTERS, self.name, len(self.source), "characters")
+
+    @property
+    def name(self) -> str:
+        """The field to blame for what is wrong with it."""
+        return self.field or self.kind.value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,12 +161,7 @@ class SamplingParams:
             self.seed,
             "a 64-bit integer or None",
         )
-        _require(
-            len(self.logit_bias) <= MAX_LOGIT_BIAS,
-            "logit_bias",
-            f"{len(self.logit_bias)} entries",
-            f"at most {MAX_LOGIT_BIAS}",
-        )
+        _require_at_most(MAX_LOGIT_BIAS, "logit_bias", len(self.logit_bias), "entries")
         for token, bias in self.logit_bias.items():
             _require(integer(token) and token >= 0, "logit_bias", token, "token ids of 0 or more")
             _require(finite(bias) and -100 <= bias <= 100, f"logit_bias[{token}]", bias, "-100 to 100")
@@ -164,15 +172,10 @@ class SamplingParams:
             f"an integer from 0 to {MAX_TOP_LOGPROBS}, or None",
         )
         _require(isinstance(self.stop, tuple), "stop", self.stop, "a tuple of strings")
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
+        _require_at_most(MAX_STOP_STRINGS, "stop", len(self.stop), "strings")
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "strings that are not empty")
-        _require(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "stop_token_ids",
-            f"{len(self.stop_token_ids)} ids",
-            f"at most {MAX_STOP_TOKEN_IDS}",
-        )
+        _require_at_most(MAX_STOP_TOKEN_IDS, "stop_token_ids", len(self.stop_token_ids), "ids")
         for token in self.stop_token_ids:
             _require(integer(token) and token >= 0, "stop_token_ids", token, "token ids of 0 or more")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
@@ -199,7 +202,8 @@ class Request:
         # It goes into logs and into headers.
         is_plain = self.request_id.isascii() and self.request_id.isprintable() and 0 < len(self.request_id) <= 128
         _require(is_plain, "request_id", self.request_id, "1 to 128 printable ASCII characters")
-        _require(len(self.prompt_token_ids) > 0, "prompt", "no tokens", "at least one token")
+        if not self.prompt_token_ids:
+            raise InvalidFieldError("prompt", "has no tokens; expected at least one")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from jetserve.engine.runner import Runner, SampledToken
 from jetserve.engine.sampling import MAX_END_TOKENS, NO_TOKEN
 from jetserve.engine.scheduler import Scheduler, Sequence, StepPlan
 from jetserve.tokenizer import Tokenizer
-from jetserve.types import EngineStats, FinishReason, Request, RequestOutput, SamplingParams
+from jetserve.types import EngineStats, FinishReason, InvalidFieldError, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class Engine:
         ):
             for token in (min(ids), max(ids)) if ids else ():  # every step waits for a long prompt's check
                 if not 0 <= token < self.runner.vocab_size:
-                    raise ValueError(
-                        f"{field} holds token id {token}; expected 0 to {self.runner.vocab_size - 1}, the vocabulary"
+                    raise InvalidFieldError(
+                        field, f"holds token id {token}; expected 0 to {self.runner.vocab_size - 1}, the vocabulary"
                     )
         sequences = [
             Sequence(

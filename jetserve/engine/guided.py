@@ -16,7 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from jetserve.tokenizer import Tokenizer
-from jetserve.types import Guide, GuideKind
+from jetserve.types import Guide, GuideKind, InvalidFieldError
 
 MAX_COMPILED = 16
 """Guides that are kept compiled, those used last: with the limit on states, half a gigabyte in the worst case."""
@@ -140,13 +140,13 @@ class Guides:
 
     def _compile(self, guide: Guide) -> LLMatcher:
         if not self._has_end:
-            raise ValueError(f"{guide.kind.value} cannot be used: this model's tokenizer has no end of sequence")
+            raise InvalidFieldError(guide.name, "cannot be used: this model's tokenizer has no end of sequence")
         compiled = LLMatcher(self._vocabulary, _grammar(guide), log_level=0, limits=LIMITS)
         if not compiled.is_error():
             # Some faults show only now. What the first mask takes to build serves every copy.
             compiled.compute_bitmask()
         if compiled.is_error():
-            raise ValueError(f"{guide.kind.value} cannot be used: {_reason(compiled)}")
+            raise InvalidFieldError(guide.name, f"cannot be used: {_reason(compiled)}")
         return compiled
 
 
@@ -156,19 +156,19 @@ def _grammar(guide: Guide) -> str:
         return LLMatcher.grammar_from_regex(guide.source)
     if guide.kind is GuideKind.GRAMMAR:
         return json.dumps({"grammars": [{"lark_grammar": guide.source}]})
-    schema = {"type": "object"} if guide.kind is GuideKind.JSON_OBJECT else _schema(guide.source)
+    schema = {"type": "object"} if guide.kind is GuideKind.JSON_OBJECT else _schema(guide)
     return LLMatcher.grammar_from_json_schema({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema})
 
 
-def _schema(source: str) -> dict[str, Any]:
+def _schema(guide: Guide) -> dict[str, Any]:
     try:
-        schema = json.loads(source)
+        schema = json.loads(guide.source)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"json_schema is not JSON: {error}") from error
+        raise InvalidFieldError(guide.name, f"is not JSON: {error}") from error
     if schema is True:  # anything
         return {}
     if not isinstance(schema, dict):
-        raise ValueError(f"json_schema is {source[:40]}; expected an object")
+        raise InvalidFieldError(guide.name, f"is {guide.source[:40]}; expected an object")
     return schema
 
 

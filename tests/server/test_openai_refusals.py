@@ -21,6 +21,9 @@ from jetserve.server.openai.server import HttpServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
+BAD_SCHEMA = {"type": "colour"}
+BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA}}
+BAD_FORMAT = {"type": "json_schema", "json_schema": {"schema": BAD_SCHEMA}}
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ async def expect(response: httpx.Response, status: int, *words: str) -> dict[str
 
 REFUSED = [
     (CHAT, {}, "messages", ["messages is missing"]),
-    (CHAT, chat(messages=[]), None, ["messages is empty"]),
+    (CHAT, chat(messages=[]), "messages", ["messages is empty"]),
     (CHAT, chat(messages="Hi"), "messages", ["messages is 'Hi'"]),
     (CHAT, chat(messages=[{"role": "robot", "content": "x"}]), "messages[0].role", ["robot", "assistant"]),
     (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content", ["content is missing"]),
@@ -75,10 +78,12 @@ REFUSED = [
     (CHAT, chat(stop=["x"] * 17), "stop", ["17 strings"]),
     (CHAT, chat(seed=2**70), "seed", ["seed"]),
     (CHAT, chat(top_logprobs=2), "top_logprobs", ["logprobs is not true"]),
-    (CHAT, chat(logprobs=True, top_logprobs=99), "logprobs", ["logprobs is 99"]),
+    (CHAT, chat(logprobs=True, top_logprobs=99), "top_logprobs", ["top_logprobs is 99"]),
+    (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens", ["max_completion_tokens is 0"]),
     (CHAT, chat(logit_bias={"x": 1}), "logit_bias.x", ["logit_bias.x"]),
-    (CHAT, chat(logit_bias={"5000": 1}), None, ["5000", "vocabulary"]),
+    (CHAT, chat(logit_bias={"5000": 1}), "logit_bias", ["5000", "vocabulary"]),
     (CHAT, chat(stream_options={"include_usage": True}), "stream_options", ["stream is not"]),
+    (CHAT, chat(stop_token_ids=[10**9]), "stop_token_ids", ["1000000000", "vocabulary"]),
     (CHAT, chat(timeout=-1), "timeout", ["timeout is -1"]),
     (CHAT, chat(tool_choice="auto"), "tool_choice", ["tools is not"]),
     (CHAT, chat(tools=[TOOL, TOOL]), "tools", ["a name twice"]),
@@ -93,7 +98,21 @@ REFUSED = [
     (CHAT, chat(response_format={"type": "xml"}), "response_format.type", ["xml"]),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format", ["schema is missing"]),
     (CHAT, chat(guided_regex="a", guided_json={}), "guided_regex", ["guided_json and guided_regex"]),
-    (CHAT, chat(guided_choice=[]), "guided_choice", ["choice is empty"]),
+    (CHAT, chat(guided_choice=[]), "guided_choice", ["guided_choice is empty"]),
+    (CHAT, chat(guided_choice=["x" * 70_000]), "guided_choice", ["guided_choice has 70009 characters"]),
+    (CHAT, chat(guided_regex="("), "guided_regex", ["guided_regex cannot be used"]),
+    (CHAT, chat(guided_json="{"), "guided_json", ["guided_json is not JSON"]),
+    (CHAT, chat(guided_json=True), "guided_json", ["guided_json is True; expected an object or a valid string"]),
+    (CHAT, chat(guided_grammar="start: start"), "guided_grammar", ["guided_grammar cannot be used"]),
+    (CHAT, chat(structured_outputs={"regex": "("}), "structured_outputs.regex", ["structured_outputs.regex cannot"]),
+    (CHAT, chat(response_format=BAD_FORMAT), "response_format", ["response_format cannot be used"]),
+    (CHAT, chat(tools=[BAD_TOOL], tool_choice="required"), "tools", ["tools cannot be used"]),
+    (
+        CHAT,
+        chat(tools=[TOOL], tool_choice="banana"),
+        "tool_choice",
+        ["'banana'; expected 'none', 'auto' or 'required'"],
+    ),
     (CHAT, chat(continue_final_message=True), "continue_final_message", ["the assistant's"]),
     (CHAT, chat(chat_template_kwargs={"tools": []}), "chat_template_kwargs", ["tools"]),
     (
@@ -105,7 +124,9 @@ REFUSED = [
     (TEXT, {"prompt": []}, "prompt", ["prompt is empty"]),
     (TEXT, {"prompt": ""}, "prompt", ["no tokens"]),
     (TEXT, {"prompt": ["a", ""]}, "prompt", ["no tokens"]),
-    (TEXT, {"prompt": [320]}, None, ["320", "vocabulary"]),
+    (TEXT, {"prompt": [320]}, "prompt", ["320", "vocabulary"]),
+    (TEXT, {"prompt": [-1]}, "prompt", ["-1", "vocabulary"]),
+    (TEXT, {"prompt": 5}, "prompt", ["prompt is 5; expected a valid string or a valid array"]),
     (TEXT, {"prompt": "word " * 600}, "prompt", ["at most 479"]),
     (TEXT, text(best_of=3), "best_of", ["best_of is 3"]),
     (TEXT, text(suffix="end"), "suffix", ["only '' is supported"]),
@@ -113,7 +134,7 @@ REFUSED = [
     (TEXT, text(prompt=["x"] * 100, n=3), "n", ["100 prompts", "at most 200"]),
     (TEXT, text(min_tokens=9), "min_tokens", ["min_tokens is 9"]),
     ("/tokenize", {}, "prompt", ["prompt or messages"]),
-    ("/detokenize", {"tokens": [100000]}, None, ["100000"]),
+    ("/detokenize", {"tokens": [100000]}, "tokens", ["100000"]),
 ]
 
 
@@ -242,9 +263,10 @@ def test_request_ids_come_back() -> None:
             assert (response.status_code, response.headers["x-request-id"]) == (status, "mine 1")
         both = await asyncio.gather(*(served.post(TEXT, text(), headers=named) for _ in range(3)))
         assert {response.status_code for response in both} == {200}
-        for bad in ("x" * 129, "caf\u00e9".encode("latin-1")):
+        for bad in ("x" * 129, "x" * 5000, "caf\u00e9".encode("latin-1")):
             response = await served.post(TEXT, text(), headers=[(b"x-request-id", bad)])
-            await expect(response, 400, "x-request-id")
+            error = await expect(response, 400, "x-request-id")
+            assert len(error["message"]) < 200
 
     play(scene)
 

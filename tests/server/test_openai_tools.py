@@ -265,8 +265,8 @@ def test_forms_that_are_none_are_refused() -> None:
         for fields, words in (
             ({"guided_regex": "("}, "regex"),
             ({"guided_grammar": "nonsense ::="}, "grammar"),
-            ({"guided_json": {"type": "thing"}}, "json_schema"),
-            ({"guided_json": "{"}, "json_schema"),
+            ({"guided_json": {"type": "thing"}}, "guided_json"),
+            ({"guided_json": "{"}, "guided_json"),
         ):
             response = await served.post("/v1/completions", {"prompt": "x", **fields})
             assert response.status_code == 400, response.text

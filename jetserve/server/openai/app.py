@@ -16,7 +16,7 @@ import jetserve
 from jetserve.server.openai import chat, completions, errors, operations, stream
 from jetserve.server.openai.answers import Answer
 from jetserve.server.openai.backend import Backend, Call
-from jetserve.server.openai.errors import ApiError
+from jetserve.server.openai.errors import ApiError, InvalidRequestError
 from jetserve.server.openai.guard import REQUEST_ID, Guard
 from jetserve.server.openai.operations import ServerState
 from jetserve.server.openai.protocol import (
@@ -38,7 +38,7 @@ def make_app(state: ServerState, *, key: str | None, max_bytes: int, cors_origin
     app = FastAPI(title="jetserve", version=jetserve.__version__, openapi_url=None)
     app.include_router(operations.routes(state))
     _add_api(app, state)
-    for kind in (HTTPException, ApiError, errors.InvalidRequestError, Exception):
+    for kind in (HTTPException, ApiError, InvalidRequestError, Exception):
         app.add_exception_handler(kind, errors.respond)
     guarded: ASGIApp = Guard(app, key=key, max_bytes=max_bytes)
     if cors_origins:
@@ -133,7 +133,10 @@ def _tokenize(body: TokenizeBody, backend: Backend) -> dict[str, Any]:
 
 
 def _detokenize(body: DetokenizeBody, backend: Backend) -> dict[str, Any]:
-    return {"prompt": backend.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    try:
+        return {"prompt": backend.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    except ValueError as error:
+        raise InvalidRequestError(str(error), param="tokens") from error
 
 
 def _model(backend: Backend) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jetserve
 from jetserve.engine.async_engine import AsyncEngine
 from jetserve.server.observe import Observer
-from jetserve.server.openai.errors import InvalidRequestError
+from jetserve.server.openai.errors import InvalidRequestError, shown
 from jetserve.tokenizer import Tokenizer
 from jetserve.types import Request, SamplingParams
 
@@ -42,7 +42,7 @@ class Backend:
         """Raises InvalidRequestError for a name that is not the model's; none is needed."""
         if name not in (None, self.model):
             raise InvalidRequestError(
-                f"model is {name!r}; expected {self.model!r}", param="model", code="model_not_found", status=404
+                f"model is {shown(name)}; expected {self.model!r}", param="model", code="model_not_found", status=404
             )
 
 

@@ -62,12 +62,15 @@ def render(body: ChatPrompt, tokenizer: Tokenizer) -> str:
     knows_tools = tokenizer.has_tool_template
     if not knows_tools:
         messages = tools.told_in_words(messages, offered)
-    text = tokenizer.render_chat(
-        messages,
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-        tools=tools.definitions(offered) if offered and knows_tools else None,
-        **(body.chat_template_kwargs or {}),
-    )
+    try:
+        text = tokenizer.render_chat(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            tools=tools.definitions(offered) if offered and knows_tools else None,
+            **(body.chat_template_kwargs or {}),
+        )
+    except ValueError as error:
+        raise InvalidRequestError(str(error), param="messages") from error
     return _up_to_last_message(text, messages[-1]["content"]) if body.continue_final_message else text
 
 

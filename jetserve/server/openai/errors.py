@@ -15,12 +15,13 @@ from starlette.responses import Response
 from jetserve.server import failures
 from jetserve.server.failures import RETRY_AFTER_SECONDS, FailureKind
 from jetserve.server.openai import protocol
-from jetserve.types import FieldError
+from jetserve.types import InvalidFieldError
 
 INVALID_REQUEST = "invalid_request_error"
 _RETRY = {"retry-after": str(RETRY_AFTER_SECONDS)}
 _MAX_FOUND = 80
 _MAX_PROBLEMS = 3
+_SHOULD_BE = "Input should be "
 _TYPES = ("str", "int", "bool", "float", "NamedTool")
 """What pydantic puts among the names of fields that may be of several types."""
 
@@ -79,7 +80,7 @@ def api_error_of(error: Exception) -> ApiError:
     match failures.kind_of(error):
         case FailureKind.INVALID if isinstance(error, InvalidRequestError):
             return ApiError(error.status, message, param=error.param, code=error.code)
-        case FailureKind.INVALID if isinstance(error, FieldError):
+        case FailureKind.INVALID if isinstance(error, InvalidFieldError):
             return ApiError(400, message, param=error.field)
         case FailureKind.INVALID:
             return ApiError(400, message)
@@ -117,8 +118,19 @@ def invalid_request(error: pydantic.ValidationError) -> InvalidRequestError:
     for problem in problems:
         depth[problem["loc"][:1]] = max(depth.get(problem["loc"][:1], 0), len(problem["loc"]))
     deepest = [problem for problem in problems if len(problem["loc"]) == depth[problem["loc"][:1]]]
-    message = "; ".join(_sentence(problem) for problem in deepest[:_MAX_PROBLEMS])
-    return InvalidRequestError(message, param=_name(deepest[0]) or None)
+    # What is said of a field, and what its types would each have expected, said once.
+    said: dict[str, dict[str, None]] = {}
+    for problem in deepest:
+        found, expected = _told(problem)
+        said.setdefault(found, {}).update(dict.fromkeys(expected))
+    sentences = [found + " or ".join(expected) for found, expected in said.items()]
+    return InvalidRequestError("; ".join(sentences[:_MAX_PROBLEMS]), param=_name(deepest[0]) or None)
+
+
+def shown(value: object) -> str:
+    """A value for a message, which need not hold all of it."""
+    text = repr(value)
+    return text if len(text) <= _MAX_FOUND else f"{text[:_MAX_FOUND]}…"
 
 
 def _name(problem: Mapping[str, Any]) -> str:
@@ -133,15 +145,18 @@ def _name(problem: Mapping[str, Any]) -> str:
     return name
 
 
-def _sentence(problem: Mapping[str, Any]) -> str:
+def _told(problem: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The beginning of a sentence on a problem, and its end: what was expected, if anything is left to say."""
     name = _name(problem)
     match problem["type"]:
         case "missing":
-            return f"{name} is missing"
+            return f"{name} is missing", []
         case protocol.PROBLEM:
-            return str(problem["msg"])
+            return str(problem["msg"]), []
         case "model_type" if not name:
-            return "the body is no JSON object; expected one"
-    found = repr(problem["input"])
-    found = found if len(found) <= _MAX_FOUND else f"{found[:_MAX_FOUND]}…"
-    return f"{name} is {found}; {problem['msg'].replace('Input should be', 'expected')}"
+            return "the body is no JSON object; expected one", []
+        case "model_type" | "dict_type":
+            return f"{name} is {shown(problem['input'])}; expected ", ["an object"]
+    expected = problem["msg"].removeprefix(_SHOULD_BE)
+    start = f"{name} is {shown(problem['input'])}; "
+    return (start, [expected]) if expected == problem["msg"] else (f"{start}expected ", [expected])

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetserve.server import auth
+from jetserve.server.openai import errors
 from jetserve.server.openai.errors import ApiError
 
 REQUEST_ID = "x-request-id"
@@ -44,7 +45,9 @@ class Guard:
         reading = _Reading(receive)
         try:
             if not is_plain:
-                raise ApiError(400, f"{REQUEST_ID} is {request_id!r}; expected 1 to 128 printable ASCII characters")
+                raise ApiError(
+                    400, f"{REQUEST_ID} is {errors.shown(request_id)}; expected 1 to 128 printable ASCII characters"
+                )
             self._check_key(scope["path"], headers)
             length = headers.get("content-length", "")
             self._check_size(int(length) if length.isdecimal() else 0)

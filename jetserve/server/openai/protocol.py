@@ -11,6 +11,7 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from jetserve.server.roles import Role
+from jetserve.types import MAX_TOP_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
@@ -258,9 +259,9 @@ class ChatPrompt(Body):
 class ChatBody(ChatPrompt, SamplingFields):
     """`/v1/chat/completions`."""
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     parallel_tool_calls: bool | None = None
 
     @pydantic.model_validator(mode="after")

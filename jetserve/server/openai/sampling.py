@@ -49,9 +49,9 @@ def params_of(
     )
 
 
-def json_guide(schema: dict[str, Any] | bool) -> Guide:
-    """For answers that match a JSON schema."""
-    return Guide(kind=GuideKind.JSON_SCHEMA, source=json.dumps(schema))
+def json_guide(schema: dict[str, Any] | bool, *, field: str) -> Guide:
+    """For answers that match a JSON schema, which came in `field`."""
+    return Guide(kind=GuideKind.JSON_SCHEMA, source=json.dumps(schema), field=field)
 
 
 def guide_of(body: SamplingFields) -> Guide | None:
@@ -62,31 +62,31 @@ def guide_of(body: SamplingFields) -> Guide | None:
     """
     found = [*_from_response_format(body), *_from_guided_fields(body)]
     if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise InvalidRequestError(f"{names} are set together; an answer can follow one of them", param=found[1][0])
-    return found[0][1] if found else None
+        names = " and ".join(guide.field for guide in found)
+        raise InvalidRequestError(f"{names} are set together; an answer can follow one of them", param=found[1].field)
+    return found[0] if found else None
 
 
-def _from_response_format(body: SamplingFields) -> list[tuple[str, Guide]]:
+def _from_response_format(body: SamplingFields) -> list[Guide]:
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return []
     if wanted.type == "json_object":
-        return [("response_format", Guide(kind=GuideKind.JSON_OBJECT))]
+        return [Guide(kind=GuideKind.JSON_OBJECT, field="response_format")]
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
         raise InvalidRequestError(
             "response_format.json_schema.schema is missing; expected a JSON schema", param="response_format"
         )
-    return [("response_format", json_guide(wanted.json_schema.schema_))]
+    return [json_guide(wanted.json_schema.schema_, field="response_format")]
 
 
-def _from_guided_fields(body: SamplingFields) -> list[tuple[str, Guide]]:
+def _from_guided_fields(body: SamplingFields) -> list[Guide]:
     outputs = body.structured_outputs
     fields: list[tuple[str, GuideKind, Any]] = [
         ("guided_json", GuideKind.JSON_SCHEMA, body.guided_json),
         ("guided_regex", GuideKind.REGEX, body.guided_regex),
         ("guided_grammar", GuideKind.GRAMMAR, body.guided_grammar),
-        ("guided_choice", GuideKind.GRAMMAR, _choice(body.guided_choice)),
+        ("guided_choice", GuideKind.GRAMMAR, _choice(body.guided_choice, "guided_choice")),
     ]
     if outputs is not None:
         fields += [
@@ -94,19 +94,19 @@ def _from_guided_fields(body: SamplingFields) -> list[tuple[str, Guide]]:
             ("structured_outputs.json_object", GuideKind.JSON_OBJECT, "" if outputs.json_object else None),
             ("structured_outputs.regex", GuideKind.REGEX, outputs.regex),
             ("structured_outputs.grammar", GuideKind.GRAMMAR, outputs.grammar),
-            ("structured_outputs.choice", GuideKind.GRAMMAR, _choice(outputs.choice)),
+            ("structured_outputs.choice", GuideKind.GRAMMAR, _choice(outputs.choice, "structured_outputs.choice")),
         ]
     return [
-        (name, Guide(kind=kind, source=value if isinstance(value, str) else json.dumps(value)))
+        Guide(kind=kind, source=value if isinstance(value, str) else json.dumps(value), field=name)
         for name, kind, value in fields
         if value is not None
     ]
 
 
-def _choice(texts: list[str] | None) -> str | None:
+def _choice(texts: list[str] | None, field: str) -> str | None:
     """A Lark grammar of these texts alone."""
     if texts is None:
         return None
     if not texts or "" in texts:
-        raise InvalidRequestError("the choice is empty, or one of its texts is; expected texts", param="guided_choice")
+        raise InvalidRequestError(f"{field} is empty, or one of its texts is; expected texts", param=field)
     return "start: " + " | ".join(json.dumps(text) for text in texts)

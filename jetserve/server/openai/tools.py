@@ -176,7 +176,7 @@ def guide_of(body: ChatBody) -> Guide | None:
     tools = body.tools or []
     if isinstance(body.tool_choice, NamedTool):
         wanted = body.tool_choice.function.name
-        return json_guide(_parameters(next(tool for tool in tools if tool.function.name == wanted)))
+        return json_guide(_parameters(next(tool for tool in tools if tool.function.name == wanted)), field="tools")
     calls: list[dict[str, Any]] = [
         {
             "type": "object",
@@ -188,7 +188,8 @@ def guide_of(body: ChatBody) -> Guide | None:
     ]
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
     # Where a list of calls is possible, small models go on with it for ever.
-    return json_guide({"type": "array", "items": one, "minItems": 1} if body.parallel_tool_calls else one)
+    schema = {"type": "array", "items": one, "minItems": 1} if body.parallel_tool_calls else one
+    return json_guide(schema, field="tools")
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
