@@ -6,6 +6,7 @@ Knows nothing of flags (see `flags.py`), jax or files. Every field states its un
 import dataclasses
 import enum
 import math
+import re
 from pathlib import Path
 
 
@@ -164,6 +165,9 @@ class LogFormat(enum.Enum):
     JSON = "json"
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Where and how `run_server.py` serves.
@@ -201,6 +205,12 @@ class ServerConfig:
             raise ValueError("api_key and api_key_file are both set; expected one at most")
         if self.served_model_name == "":
             raise ValueError("served_model_name is empty; expected a name, or none")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins has {origin!r}; expected origins as browsers tell them, like https://example.org or"
+                    " http://localhost:3000 (no path, lower case), or * for all"
+                )
         if not 0 <= self.drain_seconds < math.inf:
             raise ValueError(f"drain_seconds is {self.drain_seconds}; expected a finite number, 0 or more")
         _positive("max_message_bytes", self.max_message_bytes)

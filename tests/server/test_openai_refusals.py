@@ -17,6 +17,7 @@ from grpc_parts import TIMEOUT, make_engine, until
 from http_parts import HELLO, Served, play, serving
 
 from jetserve.config import ServerConfig
+from jetserve.server.openai import guard
 from jetserve.server.openai.server import HttpServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -250,6 +251,28 @@ def test_a_body_beyond_the_limit_is_refused() -> None:
         assert (await served.post(TEXT, text())).status_code == 200
 
     play(scene, max_message_bytes=4096)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_BODY_SECONDS", 0.1)
+    monkeypatch.setattr(guard, "_LINGER_SECONDS", 0.1)
+
+    async def scene(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+        writer.write(f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{{".encode())
+        answer = await reader.read()  # up to the end: the connection is closed
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"request_timeout"' in answer
+        writer.close()
+
+    play(scene)
+
+
+@pytest.mark.parametrize("origin", ["foo", "example.org", "https://example.org/", "https://Example.org", ""])
+def test_origins_that_no_browser_tells_are_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match=r"cors_origins has .*https://example\.org.* or \* for all"):
+        ServerConfig(cors_origins=(origin,))
+    assert ServerConfig(cors_origins=("*", "http://localhost:3000")).cors_origins
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def test_answers_have_the_form_that_was_asked_for() -> None:
 
     async def text_of(served: Served, **fields: Any) -> str:
         known = {name: fields.pop(name) for name in ("response_format",) if name in fields}
-        answer = await served.chat(**known, extra_body=fields, temperature=1.0, seed=5, max_tokens=100)
+        answer = await served.chat(**known, extra_body=fields, temperature=1.0, seed=5, max_tokens=400)
         assert answer.choices[0].finish_reason == "stop"
         return answer.choices[0].message.content
 

@@ -17,6 +17,8 @@ from jetserve.server.openai.errors import ApiError
 REQUEST_ID = "x-request-id"
 _MAX_REQUEST_ID = 128
 _LINGER_SECONDS = 2.0
+_BODY_SECONDS = 60.0
+"""Until a body must be there."""
 OPEN_TO_ALL = frozenset({"/", "/health", "/ready"})
 """Paths that need no key: the page, which asks for it, and what load balancers look at."""
 
@@ -75,9 +77,18 @@ class Guard:
     async def _body(self, reading: "_Reading") -> bytes | None:
         """The whole of it; None if the client left before it was sent."""
         body = bytearray()
-        while not reading.is_over:
-            body += await reading.next()
-            self._check_size(len(body))
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while not reading.is_over:
+                    body += await reading.next()
+                    self._check_size(len(body))
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"the body was not there after {_BODY_SECONDS:g} seconds; send all that content-length tells",
+                code="request_timeout",
+                headers={"connection": "close"},
+            ) from error
         return None if reading.has_left else bytes(body)
 
     def _check_size(self, size: int) -> None:
