@@ -22,7 +22,9 @@ def bind(host: str, port: int, *, flag: str, backlog: int = 0) -> socket.socket:
     Raises:
       RuntimeError: if the address cannot be had.
     """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio sends what it has at once: else small answers wait for the client's delayed ACK.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
