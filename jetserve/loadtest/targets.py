@@ -135,7 +135,7 @@ class HttpTarget:
                 self._model = server.model or json.loads(body)["data"][0]["id"]
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
             await self.close()
-            raise RuntimeError(f"no OpenAI server answers at {server.url}: {error!r}") from error
+            raise RuntimeError(f"no OpenAI server answers at {server.url}: {_words_of(error)}") from error
 
     async def send(self, ask: Ask, arrived: Callable[[], None]) -> Usage:
         path = "chat/completions" if isinstance(ask.prompt, list) else "completions"
@@ -145,10 +145,14 @@ class HttpTarget:
                     raise RequestError(f"HTTP {response.status}", (await response.text())[:200])
                 return await _read(response.content.iter_any(), ask.sampling.n, arrived)
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise RequestError("connection", repr(error)) from error
+            raise RequestError("connection", _words_of(error)) from error
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _words_of(error: Exception) -> str:
+    return str(error) or type(error).__name__  # a timeout has no words
 
 
 async def _read(parts: AsyncIterator[bytes], samples: int, arrived: Callable[[], None]) -> Usage:

@@ -141,7 +141,10 @@ def loadtest(*flags: str) -> subprocess.CompletedProcess[str]:
     ("flags", "words"),
     [
         (["--url=grpc://127.0.0.1:9", "--concurrency=1"], "no gRPC server answers at grpc://127.0.0.1:9"),
-        (["--url=http://127.0.0.1:9", "--concurrency=1"], "no OpenAI server answers at http://127.0.0.1:9"),
+        (
+            ["--url=http://127.0.0.1:9", "--concurrency=1"],
+            "no OpenAI server answers at http://127.0.0.1:9: Cannot connect",
+        ),
         ([], "neither of --request_rate and --concurrency"),
         (["--concurrency=1", "--input_tokens=none"], "--input_tokens: 'none' is no length"),
         (["--concurrency=1", "--plot=/no/such/p.png"], "the folder of /no/such/p.png does not exist"),
