@@ -5,6 +5,7 @@ error that a user can mend ends a command with its message and exit code 1, with
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -74,7 +75,10 @@ def serve_command() -> None:
         from jetserve.server import serve
 
         engine_config = flags.engine_config(platform=jax.default_backend())
-        return serve.run(config, source, engine_config, max_length=max_length)
+        code = serve.run(config, source, engine_config, max_length=max_length)
+        # All are answered and all is written. The interpreter would go on for seconds, only to free memory.
+        logging.shutdown()
+        os._exit(code)
 
     groups = [flags.define_server, flags.define_model, flags.define_batch, flags.define_engine]
     _run("Serves a model over JetStream's gRPC protocol and OpenAI's HTTP API.", groups, command)

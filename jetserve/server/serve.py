@@ -28,15 +28,30 @@ FLUSH_SECONDS = 5.0
 """How long clients have at least to read the last messages of a server that stops."""
 
 
+def _at_signals(receive: Callable[[signal.Signals], None]) -> None:
+    """Has the event loop call `receive`, and nothing that was set before."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, receive, number)
+
+
+def _end_while_loading(number: signal.Signals) -> None:
+    """Ends the process by the signal itself.
+
+    Python's own way to end would take the interpreter away from the thread that loads the model.
+    """
+    logger.info("stopped while loading")
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
 class _Signals:
     """SIGTERM and SIGINT: `first` asks for a gentle end, `second` for one now."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._receive)
+        _at_signals(self._receive)
 
-    def _receive(self) -> None:
+    def _receive(self, _number: signal.Signals) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
 
@@ -132,6 +147,7 @@ async def _serve(
 ) -> int:
     servers = _Servers(config, profile_folder)
     await servers.open()
+    _at_signals(_end_while_loading)
     loaded = await _in_thread(lambda: make_engine(servers.tell_progress))
     signals = _Signals()
     engine = AsyncEngine(loaded)
@@ -149,7 +165,8 @@ async def _serve(
         await _first_of(drained, now)
         now.cancel()
     await engine.stop()
-    await servers.stop(FLUSH_SECONDS)
+    if has_failed or not drained.done():
+        await servers.stop(FLUSH_SECONDS)
     for task in (asked, ended):
         task.cancel()
     if not has_failed:
@@ -186,8 +203,7 @@ def run(
             _warm_up(engine, progress)
         return engine
 
-    # Until signals are handled they end the process at once. Python's own way to end on SIGINT would take the
-    # interpreter away from the thread that loads the model.
+    # Until the event loop handles signals they end the process at once; without this it would be by an exception.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     model = config.served_model_name or _public_name(build.model_name(source))
     return asyncio.run(_serve(config, make_engine, model=model, profile_folder=source.cache_dir / "profiles"))
