@@ -51,3 +51,9 @@ def test_an_address_that_cannot_be_had_is_refused() -> None:
             words = rf"cannot listen on {host}:{its_port} \(.+\); expected .*\(--some_port\)"
             with pytest.raises(RuntimeError, match=words):
                 listen.bind(host, its_port, flag="--some_port")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_sockets_name_their_protocol(host: str) -> None:
+    with listen.bind(host, 0, flag="--some_port") as bound:
+        assert bound.proto == socket.IPPROTO_TCP  # asyncio turns Nagle's algorithm off only then
