@@ -1,6 +1,7 @@
 """What the tests share: where the real data and the real model are, or the reason why a test that needs them skips."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,6 +16,8 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs would ignore it
 
 
 @pytest.fixture(scope="session")
