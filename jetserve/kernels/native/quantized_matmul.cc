@@ -296,7 +296,7 @@ void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Val
   for (int r = 0; r < R; ++r) {
     values[r] = x.values.data() + (t + r) * x.stride;
     if constexpr (!kIsFloat) scale[r] = x.scale.data() + (t + r) * w.steps;
-    sum[r] = w.sums + (t + r) * w.blocks;
+    sum[r] = w.has_offset ? w.sums + (t + r) * w.blocks : nullptr;
     if (first) total[r] = Get(w.y + (t + r) * w.N + tile * kLanes, columns);
     else total[r] = w.bias ? Get(w.bias + tile * kLanes, columns) : VecF{};
   }
@@ -475,14 +475,17 @@ ffi::Error LookupImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> ids, ffi::Buff
   ForRows(pool, T, [&](int64_t t) {
     const int64_t id = std::clamp<int64_t>(ids.typed_data()[t], 0, columns - 1), lane = id % kLanes;
     float* to = out->typed_data() + t * K;
-    for (int64_t k = 0; k < K; ++k) {
-      const int64_t step = k / kStep, i = k % kStep, g = step / w.block_steps;
+    for (int64_t step = 0; step < w.steps; ++step) {
+      const int64_t g = step / w.block_steps;
       const uint8_t* block = w.data + id / kLanes * w.tile_bytes + g * w.block_bytes;
       const uint8_t* values = block + w.head_bytes + (step - g * w.block_steps) * w.step_bytes;
-      int q;
-      if (w.bits == 4) q = values[4 * kLanes * (i / 8) + 4 * lane + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15;
-      else q = static_cast<int8_t>(values[2 * kLanes * (i / 2) + 2 * lane + i % 2]);
-      to[k] = w.Scale(block)[lane] * static_cast<float>(q) + (w.has_offset ? w.Offset(block)[lane] : 0.0f);
+      const float scale = w.Scale(block)[lane], offset = w.has_offset ? w.Offset(block)[lane] : 0.0f;
+      for (int64_t i = 0; i < std::min<int64_t>(kStep, K - step * kStep); ++i) {
+        int q;
+        if (w.bits == 4) q = values[4 * kLanes * (i / 8) + 4 * lane + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15;
+        else q = static_cast<int8_t>(values[2 * kLanes * (i / 2) + 2 * lane + i % 2]);
+        to[step * kStep + i] = scale * static_cast<float>(q) + offset;
+      }
     }
   });
   return ffi::Error::Success();
