@@ -102,11 +102,13 @@ async def serving(
         await server.stop(1)
 
 
-def play(scene: Callable[[Served], Awaitable[None]], engine: Engine | None = None, **settings: Any) -> None:
-    """Runs a scene against a server; afterwards no page is in use."""
+def play(
+    scene: Callable[[Any], Awaitable[None]], engine: Engine | None = None, *, serve: Any = None, **settings: Any
+) -> None:
+    """Runs a scene against a server, of `serve` in place of this file's `serving`; afterwards no page is in use."""
 
     async def main() -> None:
-        async with asyncio.timeout(TIMEOUT), serving(engine or make_engine(), **settings) as served:
+        async with asyncio.timeout(TIMEOUT), (serve or serving)(engine or make_engine(), **settings) as served:
             await scene(served)
             await served.engine.drain(TIMEOUT)
             assert served.engine.stats().pages_used == 0

@@ -1,14 +1,14 @@
 """What the HTTP tests share: the tiny model of the gRPC tests behind a real HTTP server, and clients of it."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import functools
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc_parts
 import httpx
 import openai
-from grpc_parts import TIMEOUT, make_engine
 from prometheus_client.parser import text_string_to_metric_families
 
 from jetserve.config import ServerConfig
@@ -31,7 +31,7 @@ class Served:
         # Reading the certificates of all the world takes longer than most tests.
         self.http = httpx.AsyncClient(
             base_url=server.url,
-            timeout=TIMEOUT,
+            timeout=grpc_parts.TIMEOUT,
             headers={"authorization": f"Bearer {key}"},
             trust_env=False,
             verify=False,
@@ -87,13 +87,4 @@ async def serving(engine: Engine, *, key: str = "none", **settings: Any) -> Asyn
         await server.stop(1)
 
 
-def play(scene: Callable[[Served], Awaitable[None]], engine: Engine | None = None, **settings: Any) -> None:
-    """Runs a scene against a server; afterwards no page is in use."""
-
-    async def main() -> None:
-        async with asyncio.timeout(TIMEOUT), serving(engine or make_engine(), **settings) as served:
-            await scene(served)
-            await served.engine.drain(TIMEOUT)
-            assert served.engine.stats().pages_used == 0
-
-    asyncio.run(main())
+play = functools.partial(grpc_parts.play, serve=serving)
