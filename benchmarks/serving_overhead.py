@@ -3,7 +3,7 @@
     python benchmarks/serving_overhead.py
 
 Streams begin together and have equally many tokens, so a rate is tokens over the time from the first request to the
-last token. The rounds of the ways alternate, and medians are compared. The servers' client is `python -m
+last token. The ways take turns, and a ratio is the median of those of the rounds. The servers' client is `python -m
 jetserve.loadtest` in a process of its own: on a small machine it takes cores from the server, so the CPU time of the
 serving process, clients not counted, is there too. The last line of standard output is a JSON object.
 """
@@ -33,6 +33,7 @@ from jetserve.testing import make_tiny_checkpoint
 from jetserve.types import Request, SamplingParams
 
 INPUT_TOKENS = 32
+MAX_LENGTH = 1024
 _numbers = itertools.count()
 
 
@@ -135,18 +136,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("tiny", "default"), default="tiny")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=384)
+    parser.add_argument("--tokens", type=int, default=800)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     config = EngineConfig(max_sequences=args.streams, cache=CacheConfig(prefix_caching=False))
     with tempfile.TemporaryDirectory() as folder:
-        path = str(make_tiny_checkpoint(Path(folder) / "tiny")) if args.model == "tiny" else None
-        engine = build_engine(ModelSource(checkpoint_path=path, cache_dir=default_cache_dir()), config, max_length=512)
+        path = None
+        if args.model == "tiny":
+            path = str(make_tiny_checkpoint(Path(folder) / "tiny", max_position_embeddings=MAX_LENGTH))
+        source = ModelSource(checkpoint_path=path, cache_dir=default_cache_dir())
+        engine = build_engine(source, config, max_length=MAX_LENGTH)
     engine.runner.warm_up()
     costs = asyncio.run(measure(engine, args))
     rates = {name: statistics.median(cost.rate for cost in each) for name, each in costs.items()}
     cpu = {name: statistics.median(cost.cpu for cost in each) for name, each in costs.items()}
-    ratios = {name: rate / rates["engine"] for name, rate in rates.items()}
+    ratios = {
+        name: statistics.median(cost.rate / engine.rate for cost, engine in zip(each, costs["engine"], strict=True))
+        for name, each in costs.items()
+    }
     print("           tokens/s   of the engine's   CPU us a token", file=sys.stderr)
     for name, rate in rates.items():
         print(f"{name:8} {rate:10,.0f} {100 * ratios[name]:15.1f} % {cpu[name]:16.0f}", file=sys.stderr)

@@ -5,9 +5,9 @@ Owns the worker, the queue in front of the engine, and who waits for what. Knows
 Why no lock guards the engine: only the worker calls it, from the first request to the last, but for `prepare` and
 `is_prepared`, which are made for any thread: guides are compiled in threads of their own, before the worker sees the
 request. What the two sides share is the `_Shared` state, read and written under its condition: requests come in and
-consumers say that they left through it. Results go the other way by `loop.call_soon_threadsafe`, into mailboxes that
-only their event loop touches. `stats` reads a frozen snapshot that the worker replaces as a whole. The worker never
-waits for a consumer, so a slow reader delays nobody; what piles up for it is no more than its own answer.
+consumers say that they left through it. Results go the other way by `mailbox.Post`. `stats` reads a frozen snapshot
+that the worker replaces as a whole. The worker never waits for a consumer, so a slow reader delays nobody; what piles
+up for it is no more than its own answer.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 from jetserve.engine.engine import Engine
-from jetserve.engine.mailbox import Mailbox
+from jetserve.engine.mailbox import Item, Mailbox, Post
 from jetserve.engine.scheduler import QueueFullError
 from jetserve.types import EngineStats, FinishReason, Request, RequestOutput, Usage
 
@@ -52,17 +52,13 @@ class State(enum.Enum):
     DEAD = enum.auto()
 
 
-_Item = RequestOutput | BaseException
-"""What a consumer is sent: an output, or what to raise after the last one."""
-
-
 class _Consumer:
     """Who waits for one request. `remaining`, the samples that have not ended, belongs to the worker."""
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop, requests: Callable[[], int]) -> None:
+    def __init__(self, request: Request, post: Post) -> None:
         self.request = request
-        self.loop = loop
-        self.mailbox = Mailbox(loop, requests)
+        self.post = post
+        self.mailbox = Mailbox()
         self.remaining = request.sampling.n
 
 
@@ -123,6 +119,7 @@ class AsyncEngine:
         self.engine = engine
         self._shared = _Shared()
         self._stats = engine.stats()
+        self._posts: dict[asyncio.AbstractEventLoop, Post] = {}  # under the shared condition
         self._consumers: dict[str, _Consumer] = {}  # by request id, those in the engine; the worker's own
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failures = 0  # in a row; the worker's own
@@ -142,9 +139,16 @@ class AsyncEngine:
           DrainingError: if the engine is about to stop, or stopped before the request had begun.
           EngineDeadError: if it has failed for good, now or before.
         """
-        consumer = _Consumer(request, asyncio.get_running_loop(), lambda: len(self._shared.open))
+        consumer = _Consumer(request, self._post_to(asyncio.get_running_loop()))
         self._enter(consumer)
         return Outputs(consumer, self._leave)
+
+    def _post_to(self, loop: asyncio.AbstractEventLoop) -> Post:
+        with self._shared.condition:
+            if loop not in self._posts:
+                self._posts = {other: post for other, post in self._posts.items() if not other.is_closed()}
+                self._posts[loop] = Post(loop, lambda: len(self._shared.open))
+            return self._posts[loop]
 
     def _enter(self, consumer: _Consumer) -> None:
         shared, limit = self._shared, self.engine.config.max_queue
@@ -340,7 +344,7 @@ class AsyncEngine:
 
     def _distribute(self, outputs: Iterable[RequestOutput]) -> None:
         """Sends each output to its consumer, if there still is one, and the end after the last one."""
-        items: list[tuple[_Consumer, _Item]] = []
+        items: list[tuple[_Consumer, Item]] = []
         ended = []
         for output in outputs:
             consumer = self._consumers.get(output.request_id)
@@ -353,7 +357,8 @@ class AsyncEngine:
                 del self._consumers[output.request_id]
                 ended.append(consumer)
         self._deliver(items)
-        self._close(ended)
+        if ended:
+            self._close(ended)
 
     def _close(self, consumers: Iterable[_Consumer]) -> None:
         """Sends the end to consumers and forgets them."""
@@ -363,14 +368,14 @@ class AsyncEngine:
             self._shared.open.difference_update(consumers)
             self._shared.condition.notify_all()
 
-    def _deliver(self, items: Iterable[tuple[_Consumer, _Item]]) -> None:
-        """Puts items into the queues of their consumers, in order, without waiting."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Consumer, _Item]]] = {}
+    def _deliver(self, items: Iterable[tuple[_Consumer, Item]]) -> None:
+        """Sends items to their consumers, in order, without waiting."""
+        by_post: dict[Post, list[tuple[_Consumer, Item]]] = {}
         for consumer, item in items:
-            by_loop.setdefault(consumer.loop, []).append((consumer, item))
-        for loop, its_items in by_loop.items():
+            by_post.setdefault(consumer.post, []).append((consumer, item))
+        for post, its_items in by_post.items():
             try:
-                loop.call_soon_threadsafe(_put_all, its_items)
+                post.deliver((consumer.mailbox, item) for consumer, item in its_items)
             except RuntimeError:  # the loop is closed, and its callers are gone with it
                 for consumer, _ in its_items:
                     self._leave(consumer)
@@ -390,14 +395,6 @@ class AsyncEngine:
             self._shared.state = State.DEAD
             self._shared.error = error
         self._finish_all(EngineDeadError, error)
-
-
-def _put_all(items: Iterable[tuple[_Consumer, _Item]]) -> None:
-    for consumer, item in items:
-        if isinstance(item, RequestOutput):
-            consumer.mailbox.put(item)
-        else:
-            consumer.mailbox.end(item)
 
 
 def _never_began(consumer: _Consumer, index: int) -> RequestOutput:

@@ -1,71 +1,121 @@
-"""Between the engine's worker and the coroutine that reads an answer: what has come and was not read yet.
+"""Between the engine's worker and the coroutines that read answers: what has come and was not read yet.
 
-Owns how outputs are joined and how often a reader is woken. Touched by one event loop alone.
+Owns the way from one thread to the other, how outputs are joined, and how often readers are woken.
 
-Waking a reader and sending its client a message takes a few tenths of a millisecond, of which an event loop has only so
-many in a second. So each reader is woken at most once in a gap that grows with the number of requests, all in the same
-moment, and finds all that came meanwhile in one output. The first output and the last of a sample never wait, and
-nothing does where steps take longer than the gap.
+To wake an event loop takes the worker's time, and to wake a reader and send its client a message takes a few tenths of
+a millisecond of the loop's, which in Python is the worker's too. So readers are woken in rounds, all of them together,
+with a gap between that grows with the number of requests; each finds all that came meanwhile in one output. The first
+output of a request and the last of a sample never wait, and nothing does where steps take longer than the gap.
 """
 
 import asyncio
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
 from jetserve.types import RequestOutput
 
-GAP_SECONDS_A_REQUEST = 0.001
+GAP_SECONDS_A_REQUEST = 0.002
 MAX_GAP_SECONDS = 0.05
+
+Item = RequestOutput | BaseException
+"""What a reader is sent: an output, or what to raise after the last one."""
 
 
 def gap_seconds(requests: int) -> float:
-    """How often the readers of so many requests are woken, at most."""
+    """Between two rounds, at least, where so many requests are open."""
     return min(max(1, requests) * GAP_SECONDS_A_REQUEST, MAX_GAP_SECONDS)
 
 
 class Mailbox:
-    """The outputs of one request that wait to be read, and then its end. `requests` says how many there are now."""
+    """The outputs of one request that wait to be read, and then its end. Filled by any thread, read on one loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, requests: Callable[[], int]) -> None:
-        self._loop = loop
-        self._requests = requests
-        self._pending: dict[int, list[RequestOutput]] = {}  # by sample
-        self._end: BaseException | None = None
+    def __init__(self) -> None:
+        self._arrived: collections.deque[Item] = collections.deque()
+        self._pending: dict[int, list[RequestOutput]] = {}  # by sample; the reader's own
+        self._end: BaseException | None = None  # the reader's own
         self._news = asyncio.Event()
-        self._woken = -math.inf
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_empty_yet = True
 
-    def put(self, output: RequestOutput) -> None:
-        """Keeps an output, and wakes the reader now or in a while."""
-        self._pending.setdefault(output.index, []).append(output)
-        gap = gap_seconds(self._requests())
-        began = self._loop.time() // gap * gap  # the same for all, so that they are woken together
-        if output.finished or self._woken < began:
-            self._wake()
-        elif self._timer is None:
-            self._timer = self._loop.call_at(began + gap, self._wake)
+    def put(self, item: Item) -> bool:
+        """Keeps an item, from any thread, and says whether the reader is to be woken at once."""
+        is_first, self._is_empty_yet = self._is_empty_yet, False
+        self._arrived.append(item)
+        return is_first or isinstance(item, BaseException) or item.finished
 
-    def end(self, reason: BaseException) -> None:
-        """Lets `get` raise `reason` once all outputs are read; the first one given counts."""
-        self._end = self._end or reason
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._woken = self._loop.time()
-        self._news.set()
+    def wake(self) -> None:
+        """Lets `get` go on, on its loop, if there is something for it."""
+        if self._arrived:
+            self._news.set()
 
     async def get(self) -> RequestOutput:
-        """All that is new of one sample, in one output. Raises what `end` was given."""
-        while not self._pending:
+        """All that is new of one sample, in one output. At the end raises what came for it, again at every call."""
+        while True:
+            self._sort()
+            if self._pending:
+                return join(self._pending.pop(next(iter(self._pending))))
             if self._end is not None:
                 raise self._end
             self._news.clear()
             await self._news.wait()
-        return join(self._pending.pop(next(iter(self._pending))))
+
+    def _sort(self) -> None:
+        while self._arrived:
+            item = self._arrived.popleft()
+            if isinstance(item, BaseException):
+                self._end = self._end or item
+            else:
+                self._pending.setdefault(item.index, []).append(item)
+
+
+class Post:
+    """Brings items to the mailboxes of one event loop. `requests` says how many are open now."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, requests: Callable[[], int]) -> None:
+        self._loop = loop
+        self._requests = requests
+        self._last_round = -math.inf  # in the loop's time; the loop's own
+        self._lock = threading.Lock()  # of what both threads touch:
+        self._waiting: set[Mailbox] = set()  # for the next round
+        self._is_arranged = False  # that round
+
+    def deliver(self, items: Iterable[tuple[Mailbox, Item]]) -> None:
+        """Puts items into mailboxes, in order, without waiting, from any thread.
+
+        Raises:
+          RuntimeError: if the loop is closed, and its readers are gone with it.
+        """
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop is closed")
+        urgent: set[Mailbox] = set()
+        others: set[Mailbox] = set()
+        for mailbox, item in items:
+            (urgent if mailbox.put(item) else others).add(mailbox)
+        with self._lock:
+            self._waiting |= others
+            arranges = bool(self._waiting) and not self._is_arranged
+            self._is_arranged |= arranges
+        if urgent or arranges:
+            self._loop.call_soon_threadsafe(self._take, urgent, arranges)
+
+    def _take(self, urgent: Iterable[Mailbox], arranges: bool) -> None:
+        for mailbox in urgent:
+            mailbox.wake()
+        if arranges:
+            due = self._last_round + gap_seconds(self._requests())
+            if due <= self._loop.time():
+                self._go_round()
+            else:
+                self._loop.call_at(due, self._go_round)
+
+    def _go_round(self) -> None:
+        self._last_round = self._loop.time()
+        with self._lock:
+            waiting, self._waiting, self._is_arranged = self._waiting, set(), False
+        for mailbox in waiting:
+            mailbox.wake()
 
 
 def join(outputs: Sequence[RequestOutput]) -> RequestOutput:

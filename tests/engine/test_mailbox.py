@@ -1,12 +1,13 @@
 """What waits for a reader: joined in order, and the reader woken seldom, but never late for the first or the last."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from jetserve.engine.mailbox import MAX_GAP_SECONDS, Mailbox, gap_seconds, join
+from jetserve.engine.mailbox import MAX_GAP_SECONDS, Mailbox, Post, gap_seconds, join
 from jetserve.types import FinishReason, RequestOutput, TokenLogprobs, Usage
 
 GAP_SECONDS = gap_seconds(20)
@@ -28,30 +29,50 @@ class HeldLoop:
     """An event loop's clock, by hand."""
 
     def __init__(self) -> None:
-        self.now = 100.125 * GAP_SECONDS
-        self.timers: list[HeldTimer] = []
+        self.now = 100.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.calls = 0
 
     def time(self) -> float:
         return self.now
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Any:
-        self.timers.append(HeldTimer(when, callback))
-        return self.timers[-1]
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
+        self.calls += 1
+        callback(*args)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> None:
+        self.timers.append((when, callback))
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-        for timer in [timer for timer in self.timers if timer.when <= self.now]:
-            self.timers.remove(timer)
-            if not timer.is_cancelled:
-                timer.callback()
+        due = [timer for timer in self.timers if timer[0] <= self.now]
+        self.timers = [timer for timer in self.timers if timer not in due]
+        for _, callback in due:
+            callback()
 
 
-class HeldTimer:
-    def __init__(self, when: float, callback: Callable[[], None]) -> None:
-        self.when, self.callback, self.is_cancelled = when, callback, False
+class Scene:
+    """A loop, the post to it, and two readers that were woken for their first outputs and have read them."""
 
-    def cancel(self) -> None:
-        self.is_cancelled = True
+    def __init__(self) -> None:
+        self.loop = HeldLoop()
+        self.post = Post(self.loop, lambda: 20)  # type: ignore[arg-type]
+        self.readers = Mailbox(), Mailbox()
+        self.post.deliver((reader, output_of(0)) for reader in self.readers)
+        assert self.woken() == [True, True]
+
+    def woken(self) -> list[bool]:
+        """Which readers have been woken since this was last asked; they read what there is."""
+        woken = []
+        for reader in self.readers:
+            woken.append(reader._news.is_set())
+            reader._news.clear()
+            if woken[-1]:
+                reader._sort()
+        return woken
 
 
 def test_outputs_of_a_sample_become_one() -> None:
@@ -63,11 +84,11 @@ def test_outputs_of_a_sample_become_one() -> None:
 
 def test_a_slow_reader_finds_one_output_a_sample_and_then_the_end() -> None:
     async def scene() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop(), lambda: 1)
+        mailbox = Mailbox()
         for token in range(5):
             mailbox.put(output_of(token, index=token % 2))
-        mailbox.end(KeyError("over"))
-        mailbox.end(StopAsyncIteration())
+        mailbox.put(KeyError("over"))
+        mailbox.put(StopAsyncIteration())
         assert [(await mailbox.get()).token_ids for _ in range(2)] == [(0, 2, 4), (1, 3)]
         for _ in range(2):
             with pytest.raises(KeyError, match="over"):
@@ -76,41 +97,67 @@ def test_a_slow_reader_finds_one_output_a_sample_and_then_the_end() -> None:
     asyncio.run(scene())
 
 
-def test_a_reader_is_woken_at_once_and_then_once_a_gap() -> None:
-    loop = HeldLoop()
-    mailbox = Mailbox(loop, lambda: 20)  # type: ignore[arg-type]
-    news = mailbox._news
-    mailbox.put(output_of(1))
-    assert news.is_set()  # the first
-    news.clear()
-    loop.advance(GAP_SECONDS / 4)
-    mailbox.put(output_of(2))
-    loop.advance(GAP_SECONDS / 4)
-    mailbox.put(output_of(3))
-    assert not news.is_set()
-    assert len(loop.timers) == 1
-    loop.advance(GAP_SECONDS / 2)
-    assert news.is_set()
-    news.clear()
-    loop.advance(2 * GAP_SECONDS)
-    mailbox.put(output_of(4))
-    assert news.is_set()  # steps are slow, and nothing waits
-    news.clear()
-    mailbox.put(output_of(5))
-    mailbox.put(output_of(6, reason=FinishReason.STOP))
-    assert news.is_set()  # the last
-    assert all(timer.is_cancelled for timer in loop.timers)
+def test_readers_are_woken_together_once_a_gap() -> None:
+    scene = Scene()
+    scene.post.deliver((reader, output_of(1)) for reader in scene.readers)
+    assert scene.woken() == [True, True]  # there was no round for long
+    calls = scene.loop.calls
+    for token in range(2, 5):
+        scene.loop.advance(GAP_SECONDS / 8)
+        scene.post.deliver((reader, output_of(token)) for reader in scene.readers)
+    assert scene.woken() == [False, False]
+    assert scene.loop.calls == calls + 1
+    scene.loop.advance(GAP_SECONDS)
+    assert scene.woken() == [True, True]
 
 
-def test_the_end_wakes_at_once() -> None:
-    loop = HeldLoop()
-    mailbox = Mailbox(loop, lambda: 20)  # type: ignore[arg-type]
-    mailbox.put(output_of(1))
-    mailbox._news.clear()
-    mailbox.put(output_of(2))
-    mailbox.end(StopAsyncIteration())
-    assert mailbox._news.is_set()
+def test_nothing_waits_where_steps_are_slow() -> None:
+    scene = Scene()
+    for token in range(1, 4):
+        scene.loop.advance(2 * GAP_SECONDS)
+        scene.post.deliver([(scene.readers[1], output_of(token))])
+        assert scene.woken() == [False, True]
+
+
+@pytest.mark.parametrize("item", [output_of(3, reason=FinishReason.STOP), StopAsyncIteration(), KeyError("over")])
+def test_the_last_wakes_at_once_and_the_others_go_on_waiting(item: RequestOutput | BaseException) -> None:
+    scene = Scene()
+    scene.post.deliver((reader, output_of(1)) for reader in scene.readers)
+    assert scene.woken() == [True, True]
+    scene.post.deliver((reader, output_of(2)) for reader in scene.readers)
+    scene.post.deliver([(scene.readers[0], item)])
+    assert scene.woken() == [True, False]
+    scene.loop.advance(GAP_SECONDS)
+    assert scene.woken() == [False, True]
+
+
+def test_threads_may_deliver_while_a_loop_reads() -> None:
+    async def scene() -> list[int]:
+        mailbox, post = Mailbox(), Post(asyncio.get_running_loop(), lambda: 1)
+
+        def write() -> None:
+            for token in range(1000):
+                post.deliver([(mailbox, output_of(token))])
+            post.deliver([(mailbox, StopAsyncIteration())])
+
+        writing = asyncio.create_task(asyncio.to_thread(write))
+        tokens: list[int] = []
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                tokens += (await mailbox.get()).token_ids
+        await writing
+        return tokens
+
+    assert asyncio.run(asyncio.wait_for(scene(), 60)) == list(range(1000))
+
+
+def test_a_closed_loop_is_told_of() -> None:
+    loop = asyncio.new_event_loop()
+    post = Post(loop, lambda: 1)
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        post.deliver([(Mailbox(), output_of(1))])
 
 
 def test_the_gap_grows_with_the_requests_up_to_a_limit() -> None:
-    assert [gap_seconds(requests) for requests in (0, 1, 20, 10_000)] == [0.001, 0.001, 0.02, MAX_GAP_SECONDS]
+    assert [gap_seconds(requests) for requests in (0, 1, 20, 10_000)] == [0.002, 0.002, 0.04, MAX_GAP_SECONDS]
