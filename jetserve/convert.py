@@ -22,6 +22,7 @@ from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKi
 from jetserve.checkpoint.load import Progress, open_model
 from jetserve.checkpoint.native import MANIFEST, NativeCheckpoint, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
+from jetserve.checkpoint.parts import in_parts
 from jetserve.checkpoint.source import check_tensors, make_weight
 from jetserve.config import ConvertConfig
 from jetserve.models.base import Parameter
@@ -131,6 +132,7 @@ def convert(
     _, parameters = opened.build()
     plan = recipe.plan(parameters)
     check_tensors(reader, parameters)
+    reader = in_parts(reader, parameters)
     tokenizer = reader.tokenizer()
     origin = SourceEntry(name=source.resolve().name, kind=reader.kind.value, fingerprint=reader.fingerprint())
     with NativeWriter(

@@ -21,12 +21,13 @@ from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKi
 from jetserve.checkpoint.detect import open_checkpoint
 from jetserve.checkpoint.files import some
 from jetserve.checkpoint.native import NativeCheckpoint, is_native
+from jetserve.checkpoint.parts import in_parts
 from jetserve.checkpoint.source import check_tensors, make_weight
 from jetserve.kernels import select
 from jetserve.models import base
 from jetserve.models.base import Parameter, Role
 from jetserve.parallel.rules import vector_sharding, weight_sharding
-from jetserve.quantize.qarray import INTEGER_RANGE, QArray, cast_values
+from jetserve.quantize.qarray import INTEGER_RANGE, QArray, by_expert, cast_values
 from jetserve.quantize.recipe import KEEP, NONE, Recipe
 from jetserve.quantize.report import TensorReport, WeightReport
 from jetserve.tokenizer import Tokenizer
@@ -182,6 +183,7 @@ def _load_other(
 ) -> list[TensorReport]:
     plan = recipe.plan(parameters)
     check_tensors(source, parameters)
+    source = in_parts(source, parameters)
     reports = []
     for parameter in progress(parameters):
         weight = make_weight(source, parameter, recipe, plan[parameter.path])
@@ -290,6 +292,8 @@ def place(parameter: Parameter, array: QArray | np.ndarray, bits: int | None, pl
     """
     if isinstance(array, QArray) and bits == 4 and placement.mesh.devices.flat[0].platform == "cpu":
         array = _cast_on_host(array)
+    if parameter.axes is not None and parameter.axes.experts is not None:
+        array = by_expert(array, parameter.axes.experts)
 
     def put(leaf: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
         # A shard is cut out, and cast, one by one: a view of a memory map is never copied whole.
@@ -314,7 +318,8 @@ def shardings(parameter: Parameter, weight: Any, mesh: Mesh) -> Any:
 def give(parameter: Parameter, placed: Any, *, exact_activations: bool = True) -> None:
     """Lays a weight that is on the mesh out for its kernel, and gives it to the model."""
     if parameter.axes is not None:
-        placed = select.prepare("quantized_matmul", placed, exact_activations=exact_activations)
+        operation = "quantized_matmul" if parameter.axes.experts is None else "grouped_matmul"
+        placed = select.prepare(operation, placed, exact_activations=exact_activations)
     parameter.variable.set_value(placed)
 
 

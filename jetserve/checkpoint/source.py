@@ -13,6 +13,7 @@ import numpy as np
 
 from jetserve.checkpoint.base import CheckpointError, CheckpointReader, TensorInfo
 from jetserve.checkpoint.files import some
+from jetserve.checkpoint.parts import stored_transposed
 from jetserve.models.base import Parameter, Role
 from jetserve.quantize.methods import rtn
 from jetserve.quantize.qarray import QArray, QuantizationConfig
@@ -47,21 +48,22 @@ def check_tensors(reader: CheckpointReader, parameters: Sequence[Parameter]) -> 
     Raises:
       CheckpointError: naming tensors that are unknown, missing, wanted twice, or of another shape.
     """
-    by_source: dict[str, Parameter] = {}
+    taken: dict[str, Parameter] = {}
     for parameter in parameters:
-        if parameter.source in by_source:
+        if parameter.source in taken:
             raise CheckpointError(
-                f"both {by_source[parameter.source].path} and {parameter.path} of the model take {parameter.source};"
+                f"both {taken[parameter.source].path} and {parameter.path} of the model take {parameter.source};"
                 " expected one of them to: the model's WEIGHTS table is wrong"
             )
-        by_source[parameter.source] = parameter
-    missing = by_source.keys() - reader.tensors.keys()
+        taken[parameter.source] = parameter
+    by_tensor = {name: parameter for parameter in parameters for name in parameter.origin.names}
+    missing = by_tensor.keys() - reader.tensors.keys()
     if missing:
         hint = "; if its head is its embedding, set tie_word_embeddings in the config" if missing == {HEAD} else ""
         raise CheckpointError(
-            f"{reader.path} lacks {len(missing)} of the model's {len(by_source)} tensors: {some(missing, 10)}{hint}"
+            f"{reader.path} lacks {len(missing)} of the model's {len(by_tensor)} tensors: {some(missing, 10)}{hint}"
         )
-    unknown = {name for name in reader.tensors if name not in by_source and not IGNORED.search(name)}
+    unknown = {name for name in reader.tensors if name not in by_tensor and not IGNORED.search(name)}
     if HEAD in unknown:
         _check_tied_head(reader, parameters)
         unknown.remove(HEAD)
@@ -70,11 +72,13 @@ def check_tensors(reader: CheckpointReader, parameters: Sequence[Parameter]) -> 
             f"{reader.path} has {len(unknown)} tensors that a model of type {reader.hf_config.get('model_type')!r} does"
             f" not: {some(unknown, 10)}. Its config.json may be that of another model"
         )
-    for parameter in parameters:
-        found, expected = reader.tensors[parameter.source].shape, parameter.shape[::-1]
+    for name, parameter in by_tensor.items():
+        found, expected = reader.tensors[name].shape, (parameter.origin.height, *parameter.shape[-2::-1])
+        if stored_transposed(reader, name, parameter.origin):
+            expected = expected[::-1]
         if found != expected:
             raise CheckpointError(
-                f"{reader.path}: {parameter.source} has shape {list(found)}; by its config, {list(expected)} is"
+                f"{reader.path}: {name} has shape {list(found)}; by its config, {list(expected)} is"
                 " expected. Its config.json may be that of another model"
             )
 
@@ -100,13 +104,15 @@ def _check_tied_head(reader: CheckpointReader, parameters: Sequence[Parameter]) 
 def make_weight(reader: CheckpointReader, parameter: Parameter, recipe: Recipe, target: Target) -> HostWeight:
     """Reads one tensor and makes of it what the plan says, holding no more than a few rows besides source and result.
 
+    The reader has every parameter under its own name (`parts.in_parts`).
+
     Raises:
       CheckpointError: for a tensor that is no float, or holds NaN or infinite values, by its name.
       ValueError: as `rtn.quantize_matrix` does.
     """
     name = parameter.source
     info = reader.tensors[name]
-    if target.action is Action.KEEP and parameter.role is not Role.VECTOR:
+    if target.action is Action.KEEP and parameter.role is not Role.FLOAT:
         kept = reader.read_quantized(name)
         if kept is not None:
             kept = dataclasses.replace(kept, quantize_activation=target.quantize_activation)

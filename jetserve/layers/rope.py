@@ -14,13 +14,16 @@ from jetserve.kernels import select
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """The rotation of every pair of channels: `inverse_frequencies` in radians a position, H/2 of them."""
+    """The rotation of pairs of channels: `inverse_frequencies` in radians a position, one a pair.
+
+    Where there are fewer than H/2, only the first channels of a head are rotated, two for each of them.
+    """
 
     inverse_frequencies: tuple[float, ...]
 
     @classmethod
     def from_hf(cls, head_size: int, theta: float, scaling: Mapping[str, Any] | None) -> "Rope":
-        """From `rope_theta` and `rope_scaling` of a Hugging Face config.
+        """From `rope_theta` and `rope_scaling` of a Hugging Face config, for the channels of a head that are rotated.
 
         Raises:
           ValueError: for a scaling that is not built, naming it, and for heads that do not split into pairs.
@@ -43,7 +46,13 @@ class Rope:
 
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rotates q [T, N, H] and k [T, K, H] by positions [T]."""
-        return select.call("rope", q, k, positions, jnp.asarray(self.inverse_frequencies, jnp.float32))
+        rotated = 2 * len(self.inverse_frequencies)
+        frequencies = jnp.asarray(self.inverse_frequencies, jnp.float32)
+        if rotated == q.shape[-1]:
+            return select.call("rope", q, k, positions, frequencies)
+        first = select.call("rope", q[..., :rotated], k[..., :rotated], positions, frequencies)
+        q, k = (jnp.concatenate([x, y[..., rotated:]], axis=-1) for x, y in zip(first, (q, k), strict=True))
+        return q, k
 
 
 def _llama3(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:

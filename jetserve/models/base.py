@@ -1,7 +1,8 @@
 """What every model offers, and how its weights' names map to a checkpoint's.
 
 A model file offers `Config` (with `from_hf`), `Model`, and `WEIGHTS`: the path of every parameter in jetserve to the
-tensor's Hugging Face name, with `{i}` for the layer. Knows nothing of files.
+tensor's Hugging Face name, with `{i}` for the layer, or to a `Source` for one that is part of a tensor. Knows nothing
+of files.
 """
 
 import dataclasses
@@ -9,12 +10,13 @@ import enum
 import importlib
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jetserve.kernels.attention import KVPages, RaggedBatch
@@ -31,6 +33,11 @@ class ModelConfig(Protocol):
     vocab_size: int
     max_position: int
     """Tokens that the model was made for."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of every letter."""
+        ...
 
 
 class Model(nnx.Module):
@@ -49,10 +56,14 @@ class Model(nnx.Module):
         raise NotImplementedError
 
 
+SHARED = ("base", "decoder", "presets")
+"""Modules beside the models that are none."""
+
+
 def supported() -> list[str]:
     """Every Hugging Face `model_type` that has a file here."""
     package = importlib.import_module("jetserve.models")
-    return sorted(info.name for info in pkgutil.iter_modules(package.__path__) if info.name != "base")
+    return sorted(info.name for info in pkgutil.iter_modules(package.__path__) if info.name not in SHARED)
 
 
 def find(model_type: object) -> ModuleType:
@@ -82,11 +93,68 @@ def check_switches(hf: Mapping[str, Any], built: Mapping[str, Any]) -> None:
 
 
 class Role(enum.Enum):
-    """What a parameter is to quantization: linear layers take it, embeddings and heads stay finer, vectors never do."""
+    """What a parameter is to quantization.
+
+    Linear layers take it, embeddings and heads stay finer; norms, biases, learned positions and routers stay in float.
+    """
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
-    VECTOR = "vector"
+    FLOAT = "float"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a parameter stands in a checkpoint, if not as the whole of one tensor.
+
+    Attributes:
+      name: Hugging Face's, `{i}` for the layer. With `{e}` for the expert, it is the tensors of all experts together.
+      part: of a tensor that fuses several parameters: its place among them, from 0. Their sizes are the parameters'.
+      per: the letter of what the fused parts are repeated for: "K" for [q k v] of one KV head, then of the next. None
+        is all of one part, then all of the next.
+      transposed: whether its floats stand as [K, N], against Hugging Face's custom (the Conv1D of GPT-2).
+    """
+
+    name: str
+    part: int | None = None
+    per: str | None = None
+    transposed: bool = False
+
+
+Weights = Mapping[str, str | Source]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Which rows of a source's tensors, in Hugging Face's layout, are a parameter's outputs.
+
+    The tensors are taken as one, each below the one before. Its rows are cut into groups of `group`, and those from
+    `start` to `stop` of every group are the parameter's.
+
+    Attributes:
+      names: of the tensors; several are those of the experts.
+      height: rows of each tensor.
+      start, stop, group: see above.
+      transposed: see `Source`.
+    """
+
+    names: tuple[str, ...]
+    height: int
+    start: int
+    stop: int
+    group: int
+    transposed: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole of one tensor as it stands."""
+        return len(self.names) == 1 and self.stop - self.start == self.height and not self.transposed
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """The rows of the tensors taken as one that are rows [start, stop) of the parameter's, in order."""
+        index = np.arange(start, stop)
+        size = self.stop - self.start
+        return index // size * self.group + self.start + index % size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +163,11 @@ class Parameter:
 
     Attributes:
       path: in jetserve, dotted: "layers.0.attention.q.weight".
-      source: its Hugging Face name.
-      shape: in jetserve: a matrix [K, N] (Hugging Face's [N, K] transposed) or a vector.
+      source: its own name in Hugging Face's manner, which no other parameter has: that of its tensor or, for a part of
+        one, that with the parameter's own name in it ("h.0.query_key_value.q.weight").
+      origin: where it stands in a checkpoint of any foreign format.
+      shape: in jetserve's checkpoints: a matrix [K, N] (Hugging Face's [N, K] transposed), of experts [K, E * N], or a
+        vector.
       axes: of a matrix; None for vectors.
       output_axes: of a matrix, of its bias, or of a norm's scale: (letter, size) of the last array axis.
       variable: the place in the model that takes the array.
@@ -104,6 +175,7 @@ class Parameter:
 
     path: str
     source: str
+    origin: Origin
     shape: tuple[int, ...]
     axes: Axes | None
     output_axes: tuple[tuple[str, int], ...]
@@ -111,37 +183,84 @@ class Parameter:
     variable: nnx.Param
 
 
-def parameters(model: nnx.Module, weights: Mapping[str, str]) -> list[Parameter]:
+_ROLES = {"V": Role.EMBEDDING, "P": Role.FLOAT}
+"""Of matrices, by their first output letter."""
+
+
+def _role(axes: Axes | None) -> Role:
+    if axes is None or axes.is_router:
+        return Role.FLOAT
+    return _ROLES.get(axes.output[0][0], Role.LINEAR)
+
+
+def parameters(model: Model, weights: Weights) -> list[Parameter]:
     """Every parameter of a model in the order of its layers, with its source by the model file's `WEIGHTS`.
 
     Raises:
-      ValueError: for a parameter that the table lacks.
+      ValueError: for a parameter that the table lacks, and for parts of a tensor that do not make up a whole.
     """
-    found = []
+    found: list[tuple[Source, Parameter]] = []
     for module_path, module in nnx.iter_modules(model):
         for name in ("weight", "bias", "scale"):
             variable = getattr(module, name, None)
             if not isinstance(variable, nnx.Param):
                 continue
             path = ".".join(str(part) for part in (*module_path, name))
-            pattern = re.sub(r"\.(\d+)\.", ".{i}.", path)
-            if pattern not in weights:
-                raise ValueError(f"the model's WEIGHTS table has no entry for {pattern!r}")
-            layer = re.search(r"\.(\d+)\.", path)
-            shape = variable.get_value().shape
+            source = _source(path, weights)
             axes = module.axes if name == "weight" and isinstance(module, Linear) else None
-            output_axes = module.axes.output if isinstance(module, Linear) else (("D", shape[-1]),)
-            on_vocabulary = axes is not None and axes.output[0][0] == "V"
-            role = Role.VECTOR if axes is None else Role.EMBEDDING if on_vocabulary else Role.LINEAR
-            found.append(
-                Parameter(
-                    path=path,
-                    source=weights[pattern].format(i=layer.group(1) if layer else ""),
-                    shape=shape,
-                    axes=axes,
-                    output_axes=output_axes,
-                    role=role,
-                    variable=variable,
-                )
+            shape = variable.get_value().shape if axes is None else axes.shape
+            parameter = Parameter(
+                path=path,
+                source=_own_name(source, path),
+                origin=Origin(names=(source.name,), height=shape[-1], start=0, stop=shape[-1], group=shape[-1]),
+                shape=shape,
+                axes=axes,
+                output_axes=module.axes.output if isinstance(module, Linear) else (("D", shape[-1]),),
+                role=_role(axes),
+                variable=variable,
             )
-    return sorted(found, key=lambda p: [int(part) if part.isdigit() else -1 for part in p.path.split(".")][:2])
+            found.append((source, parameter))
+    placed = [dataclasses.replace(p, origin=_origin(s, p, found, model.config.sizes)) for s, p in found]
+    return sorted(placed, key=lambda p: [int(part) if part.isdigit() else -1 for part in p.path.split(".")][:2])
+
+
+def _source(path: str, weights: Weights) -> Source:
+    pattern = re.sub(r"\.(\d+)\.", ".{i}.", path)
+    if pattern not in weights:
+        raise ValueError(f"the model's WEIGHTS table has no entry for {pattern!r}")
+    entry = weights[pattern]
+    source = Source(entry) if isinstance(entry, str) else entry
+    layer = re.search(r"\.(\d+)\.", path)
+    return dataclasses.replace(source, name=source.name.replace("{i}", layer.group(1) if layer else ""))
+
+
+def _own_name(source: Source, path: str) -> str:
+    name = source.name.replace("{e}.", "")
+    if source.part is None:
+        return name
+    stem, _, leaf = name.rpartition(".")
+    return f"{stem}.{path.split('.')[-2]}.{leaf}"
+
+
+def _origin(
+    source: Source, parameter: Parameter, found: Sequence[tuple[Source, Parameter]], sizes: Mapping[str, int]
+) -> Origin:
+    """Where a parameter stands, by the parameters that share its tensor."""
+    fused = [(s.part, p) for s, p in found if s.name == source.name] if source.part is not None else [(0, parameter)]
+    heights = [p.shape[-1] for _, p in sorted(fused, key=lambda entry: entry[0] or 0)]
+    repeats = 1 if source.per is None else sizes[source.per]
+    if {part for part, _ in fused} != set(range(len(fused))) or any(height % repeats for height in heights):
+        raise ValueError(
+            f"the model's WEIGHTS table takes {source.name} for {', '.join(p.path for _, p in fused)}, with {heights}"
+            f" rows in {repeats} groups; expected its parts to be numbered from 0, each once, and to fill the groups"
+        )
+    experts = sizes["E"] if "{e}" in source.name else 1
+    start = sum(heights[: source.part or 0]) // repeats
+    return Origin(
+        names=tuple(source.name.replace("{e}", str(e)) for e in range(experts)),
+        height=sum(heights) // experts,
+        start=start,
+        stop=start + parameter.shape[-1] // repeats,
+        group=sum(heights) // repeats,
+        transposed=source.transposed,
+    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from jetserve.models import llama
 from jetserve.models.llama import WEIGHTS, Model
@@ -18,6 +18,7 @@ class Config(llama.Config):
     """A Llama's, with the window."""
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        """See `llama.Config.from_hf`, which leaves the window out: transformers ignores one in a Llama's config."""
-        return dataclasses.replace(super().from_hf(hf), sliding_window=hf.get("sliding_window", DEFAULT_WINDOW))
+    def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `llama.Config`, which leaves the window out: transformers ignores one in a Llama's config."""
+        fields = super().fields(hf)
+        return {**fields, "windows": (hf.get("sliding_window", DEFAULT_WINDOW),) * fields["num_layers"]}

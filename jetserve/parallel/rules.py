@@ -1,9 +1,11 @@
 """From the letters of a weight's axes to its sharding.
 
 A linear layer declares its axes once, as in "D -> N H": D is contracted, N and H are output axes, each side flattened
-to one array axis. A side is sharded by its *first* letter, so a shard holds whole heads.
+to one array axis. A side is sharded by its *first* letter, so a shard holds whole heads. "D -> E F" is a matrix
+"D -> F" of every expert: on devices E is an axis of its own, ahead of the matrix, and sharded too.
 
-Letters: D embed, N query heads, K KV heads, H head size, F mlp, V vocabulary, E experts, T tokens, S sequences.
+Letters: D embed, N query heads, K KV heads, H head size, F mlp, V vocabulary, E experts, T tokens, S sequences,
+P learned positions.
 """
 
 import dataclasses
@@ -38,6 +40,17 @@ class Axes:
         """(K, N) of the matrix."""
         return math.prod(size for _, size in self.contracted), math.prod(size for _, size in self.output)
 
+    @property
+    def is_router(self) -> bool:
+        """Whether its outputs are scores of the experts."""
+        return [letter for letter, _ in self.output] == ["E"]
+
+    @property
+    def experts(self) -> int | None:
+        """How many experts have a matrix each; None for a matrix of its own."""
+        letter, size = self.output[0]
+        return size if letter == "E" and not self.is_router else None
+
     def __str__(self) -> str:
         return " -> ".join(" ".join(letter for letter, _ in side) for side in (self.contracted, self.output))
 
@@ -54,17 +67,18 @@ def weight_sharding(axes: Axes, weight: Weight, mesh: Mesh) -> Weight:
 
     A side that the mesh does not divide into whole heads, or whole blocks, is replicated.
     """
-    contracted, output = _mesh_axis(axes.contracted, mesh), _mesh_axis(axes.output, mesh)
+    ahead = () if axes.experts is None else (_mesh_axis(axes.output, mesh),)
+    contracted, output = _mesh_axis(axes.contracted, mesh), _mesh_axis(axes.output[len(ahead) :], mesh)
 
     def named(*spec: str | None) -> Any:
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        return NamedSharding(mesh, PartitionSpec(*ahead, *spec))
 
     if not isinstance(weight, QArray):
         return named(contracted, output)
     if not weight.blockwise:
         values, side = named(contracted, output), named(output)
     else:
-        if contracted is not None and weight.values.shape[0] % mesh.shape[contracted]:
+        if contracted is not None and weight.values.shape[-3] % mesh.shape[contracted]:
             contracted = None
         values, side = named(contracted, None, output), named(contracted, output)
     return dataclasses.replace(

@@ -8,9 +8,11 @@ Letters: K contracted axis, N output axis, g block size along K, G = K / g block
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 DEFAULT_BLOCK_SIZE = 128
 BLOCK_SIZE_MULTIPLE = 32
@@ -141,6 +143,10 @@ class QArray:
             quantize_activation=self.quantize_activation,
         )
 
+    def columns(self, index: Any) -> "QArray":
+        """Those of some outputs: [K, N] -> [K, n]."""
+        return jax.tree.map(lambda leaf: leaf[..., index], self)
+
     @property
     def size_in_bits(self) -> int:
         """Bits that the values, scales and zero points hold (`nbytes` counts an int4 as a byte)."""
@@ -167,6 +173,16 @@ class QArray:
 
 
 Weight = jax.Array | QArray
+
+
+def by_expert(weight: Any, experts: int) -> Any:
+    """A weight of several experts, [K, E * N], with their axis ahead, [E, K, N], whether plain or quantized."""
+
+    def ahead(leaf: Any) -> Any:
+        return xp.moveaxis(leaf.reshape(*leaf.shape[:-1], experts, -1), -2, 0)
+
+    xp = np if isinstance(jax.tree.leaves(weight)[0], np.ndarray) else jnp
+    return jax.tree.map(ahead, weight)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "scale_dtype"))

@@ -105,7 +105,7 @@ class Recipe:
         Raises:
           ValueError: if the block size cannot be had for it, naming the tensor.
         """
-        if self.linear is None or parameter.role is Role.VECTOR:
+        if self.linear is None or parameter.role is Role.FLOAT:
             return None
         if parameter.role is Role.EMBEDDING:
             return EMBEDDING_CONFIG

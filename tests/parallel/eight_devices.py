@@ -153,7 +153,7 @@ def test_every_leaf_is_sharded(weights: Weights, make: Make) -> None:
             held = math.prod(leaf.addressable_shards[0].data.shape)
             row_parallel = parameter.path.endswith(("attention.o.weight", "mlp.down.weight"))
             no_axis = isinstance(weight, QArray) and not weight.blockwise and row_parallel and leaf.ndim == 1
-            whole = parameter.role is base.Role.VECTOR or no_axis
+            whole = parameter.role is base.Role.FLOAT or no_axis
             assert held == leaf.size // (1 if whole else 8), parameter.path
     for leaf in jax.tree.leaves(runner._cache):
         assert math.prod(leaf.addressable_shards[0].data.shape) == leaf.size // 8

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetserve.models.base import Parameter, Role
+from jetserve.models.base import Origin, Parameter, Role
 from jetserve.parallel.rules import Axes
 from jetserve.quantize.methods import rtn
 from jetserve.quantize.qarray import QUANTIZE_TYPES, QuantizationConfig, dequantize, quantize
@@ -12,10 +12,11 @@ from jetserve.quantize.recipe import Action, Recipe
 
 
 def parameter(role: Role, K: int = 64, N: int = 32) -> Parameter:
-    axes = None if role is Role.VECTOR else Axes.parse("D -> F", {"D": K, "F": N})
+    axes = None if role is Role.FLOAT else Axes.parse("D -> F", {"D": K, "F": N})
     return Parameter(
         path=f"some.{role.value}",
         source=f"source.{role.value}",
+        origin=Origin(names=(f"source.{role.value}",), height=N, start=0, stop=N, group=N),
         shape=(N,) if axes is None else axes.shape,
         axes=axes,
         output_axes=(("F", N),),

@@ -1,0 +1,105 @@
+"""Checkpoints that fuse a model's parameters, or cut them up, presented with a tensor for every parameter.
+
+Owns the cutting of rows out of fused tensors and the joining of experts'. A row is one output with all its inputs, and
+every kind of quantization has its scales within rows, so both are exact whatever the tensors hold. Knows no format.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind, TensorInfo
+from jetserve.models.base import Origin, Parameter
+from jetserve.quantize.qarray import QArray
+from jetserve.tokenizer import Tokenizer
+
+
+def in_parts(reader: CheckpointReader, parameters: Sequence[Parameter]) -> CheckpointReader:
+    """The source with every parameter under its own name, `Parameter.source`. It must have passed `check_tensors`."""
+    if all(parameter.origin.whole for parameter in parameters):
+        return reader
+    return _PartsReader(reader, parameters)
+
+
+def stored_transposed(reader: CheckpointReader, name: str, origin: Origin) -> bool:
+    """Whether a tensor stands as [K, N]: quantized ones never do, for their formats say what is an output."""
+    return origin.transposed and len(reader.tensors[name].shape) == 2 and not reader.tensors[name].quantized
+
+
+class _PartsReader:
+    """A `CheckpointReader` over another; see `in_parts`."""
+
+    def __init__(self, reader: CheckpointReader, parameters: Sequence[Parameter]) -> None:
+        self._reader = reader
+        self._origins = {parameter.source: parameter.origin for parameter in parameters}
+        self.path: Path = reader.path
+        self.hf_config: Mapping[str, Any] = reader.hf_config
+        self.tensors: Mapping[str, TensorInfo] = {
+            parameter.source: self._info(parameter.origin, parameter.shape[::-1]) for parameter in parameters
+        }
+
+    def _info(self, origin: Origin, shape: tuple[int, ...]) -> TensorInfo:
+        infos = [self._reader.tensors[name] for name in origin.names]
+        share = math.prod(shape) / sum(math.prod(info.shape) for info in infos)
+        return TensorInfo(
+            shape=shape,
+            type_name=infos[0].type_name,
+            nbytes=round(sum(info.nbytes for info in infos) * share),
+            quantized=any(info.quantized for info in infos),
+        )
+
+    @property
+    def kind(self) -> SourceKind:
+        return self._reader.kind
+
+    def read(self, name: str) -> np.ndarray:
+        return self.read_rows(name, 0, self.tensors[name].shape[0])
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        pieces = [self._cut(tensor, rows, self._origins[name]) for tensor, rows in self._rows(name, start, stop)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _rows(self, name: str, start: int, stop: int) -> list[tuple[str, np.ndarray]]:
+        """The tensors that hold rows [start, stop) of a parameter, each with the indices of its rows."""
+        origin = self._origins[name]
+        rows = origin.rows(start, stop)
+        tensor = rows // origin.height
+        return [(origin.names[i], rows[tensor == i] - i * origin.height) for i in range(tensor[0], tensor[-1] + 1)]
+
+    def _cut(self, tensor: str, rows: np.ndarray, origin: Origin) -> np.ndarray:
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        if stored_transposed(self._reader, tensor, origin):
+            found = self._reader.read(tensor).T[first:last]
+        else:
+            found = self._reader.read_rows(tensor, first, last)
+        return found if len(found) == len(rows) else found[rows - first]
+
+    def read_quantized(self, name: str) -> QArray | None:
+        if self.quantized_bits(name) is None:
+            return None
+        pieces = []
+        for tensor, rows in self._rows(name, 0, self.tensors[name].shape[0]):
+            whole = self._reader.read_quantized(tensor)
+            assert whole is not None
+            pieces.append(whole if len(rows) == whole.shape[1] else whole.columns(rows))
+        forms = {(piece.block_size, piece.zero_point is None) for piece in pieces}
+        if len(forms) > 1:
+            raise CheckpointError(
+                f"{self.path}: the experts of {name} are quantized in different ways ({len(forms)} of them); expected"
+                " one. Use the model's unquantized checkpoint"
+            )
+        return pieces[0] if len(pieces) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves, -1), *pieces)
+
+    def quantized_bits(self, name: str) -> int | None:
+        bits = {self._reader.quantized_bits(tensor) for tensor in self._origins[name].names}
+        return bits.pop() if len(bits) == 1 else None
+
+    def tokenizer(self) -> Tokenizer | None:
+        return self._reader.tokenizer()
+
+    def fingerprint(self) -> str:
+        return self._reader.fingerprint()

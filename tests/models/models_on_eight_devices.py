@@ -1,0 +1,28 @@
+"""Sharded = unsharded for one model of every family: run by `test_models.py` where there are eight devices."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from replay import Piece, Replay
+from tiny_models import FIRST, make, make_texts
+
+from jetserve.kernels import select
+
+REFERENCE = dict.fromkeys(
+    ("quantized_matmul", "attention", "embedding_lookup", "rms_norm", "rope", "projections"), "xla"
+)
+STEPS = [[Piece(sequence=0, start=0, stop=28)], [Piece(sequence=0, start=28, stop=29)]]
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_sharded_is_unsharded(name: str, tmp_path: Path) -> None:
+    assert jax.device_count() == 8
+    make(name, tmp_path)
+    settings = {"quantize_type": "int4_blockwise", "block_size": 32, "symmetric": False}
+    with select.choose(**REFERENCE):
+        expected, found = (
+            Replay(tmp_path, make_texts()[1:2], devices=devices, **settings).run(STEPS)[0] for devices in (1, 8)
+        )
+    np.testing.assert_allclose(found, expected, atol=1e-3)
