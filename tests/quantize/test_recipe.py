@@ -39,7 +39,7 @@ def test_linears_take_the_type_embeddings_int8_per_channel_and_vectors_none(name
     assert linear.quantize_activation
     assert plan["some.embedding"].config == QuantizationConfig(bits=8)
     assert not plan["some.embedding"].quantize_activation
-    assert plan["some.vector"].action is Action.FLOAT
+    assert plan["some.float"].action is Action.FLOAT
 
 
 def test_unset_keeps_a_quantized_source_and_leaves_a_float_one() -> None:
