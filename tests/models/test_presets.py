@@ -1,0 +1,47 @@
+"""Presets have the numbers of parameters that their authors, or the files of their checkpoints, tell."""
+
+import math
+
+import pytest
+
+from jetserve.models import base
+from jetserve.models.presets import PRESETS, preset
+
+PUBLISHED = {
+    "llama-2": {"7b": 6_738_415_616, "13b": 13_015_864_320, "70b": 68_976_648_192},
+    "llama-3": {"8b": 8_030_261_248, "70b": 70_553_706_496},
+    "llama-3.1": {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800},
+    "llama-3.2": {"1b": 1_235_814_400, "3b": 3_212_749_824},
+    "mistral": {"7b": 7_241_732_096},
+    "bloom": {
+        "560m": 559_214_592,
+        "1b1": 1_065_314_304,
+        "1b7": 1_722_408_960,
+        "3b": 3_002_557_440,
+        "7b1": 7_069_016_064,
+        "176b": 176_247_271_424,
+    },
+}
+"""Tied weights counted once."""
+
+
+def test_every_preset_has_a_published_count() -> None:
+    assert {name: set(sizes) for name, sizes in PRESETS.items()} == {
+        name: set(sizes) for name, sizes in PUBLISHED.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PRESETS.items() for size in sizes])
+def test_parameters_are_as_many_as_published(name: str, size: str) -> None:
+    hf = preset(name, size)
+    module = base.find(hf["model_type"])
+    parameters = base.parameters(module.Model(module.Config.from_hf(hf)), module.WEIGHTS)
+    assert sum(math.prod(parameter.shape) for parameter in parameters) == PUBLISHED[name][size]
+
+
+def test_what_is_not_listed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"name is 'gpt-5'; expected one of llama-2, "):
+        preset("gpt-5", "1b")
+    with pytest.raises(ValueError, match=r"size of llama-2 is '8b'; expected one of 7b, 13b, 70b"):
+        preset("llama-2", "8b")
