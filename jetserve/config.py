@@ -88,6 +88,8 @@ class EngineConfig:
 
 
 CPU_ACTIVATIONS = ("int8", "float32")
+EXPORT_FORMATS = ("gptq", "compressed-tensors")
+"""Of other projects, that weights can be written in."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,8 @@ class ModelSource:
     `checkpoint_path`: a converted checkpoint, a Hugging Face folder, a GGUF file or a hub id; None is the default
     model. `tokenizer_path`: a folder or file that takes the place of the checkpoint's own tokenizer. `quantize_type`:
     one of the four types, "none" or "keep"; None is the checkpoint's own. `block_size`: weights a scale, for blockwise
-    types. `symmetric`: None is the checkpoint's own, symmetric when quantizing. `quantize_activation`: int8 activations
+    types. `symmetric`: None is the checkpoint's own, symmetric when quantizing. `quantize_recipe`: a file of rules for
+    single tensors. `quantize_activation`: int8 activations
     in matmuls with quantized weights. `cpu_activation`: "int8" lets the CPU kernels quantize activations, a scale for
     every 32; "float32" leaves them exact. `cache_dir`: where fetched models and compiled programs are kept.
     """
@@ -107,6 +110,7 @@ class ModelSource:
     quantize_type: str | None = None
     block_size: int | None = None
     symmetric: bool | None = None
+    quantize_recipe: Path | None = None
     quantize_activation: bool = False
     cpu_activation: str = "int8"
     cache_dir: Path
@@ -220,7 +224,16 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """What `convert_checkpoints.py` reads and writes. `source.checkpoint_path` is the input."""
+    """What `convert_checkpoints.py` reads and writes.
+
+    `source.checkpoint_path` is the input. `output` None writes nothing, and shows what would be made. `output_format`:
+    one of `EXPORT_FORMATS`; None is jetserve's own.
+    """
 
     source: ModelSource
-    output: Path
+    output: Path | None
+    output_format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.output_format not in (None, *EXPORT_FORMATS):
+            raise ValueError(f"output_format is {self.output_format!r}; expected one of {', '.join(EXPORT_FORMATS)}")

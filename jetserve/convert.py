@@ -5,28 +5,25 @@ Owns the order of the work and the report. Peak memory is bounded by the largest
 
 import dataclasses
 import functools
+import json
 import logging
-import math
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from jetserve import default_model
 from jetserve.checkpoint import hub
-from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind
-from jetserve.checkpoint.load import Progress, open_model
-from jetserve.checkpoint.native import MANIFEST, NativeCheckpoint, QuantizationEntry, SourceEntry
+from jetserve.checkpoint.huggingface_writer import ExportFormat, HuggingFaceWriter
+from jetserve.checkpoint.load import Progress
+from jetserve.checkpoint.native import MANIFEST, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
-from jetserve.checkpoint.parts import in_parts
-from jetserve.checkpoint.source import check_tensors, make_weight
+from jetserve.checkpoint.source import make_weight
 from jetserve.config import ConvertConfig
-from jetserve.models.base import Parameter
-from jetserve.quantize.recipe import KEEP, NONE, Action, Recipe, Target
+from jetserve.conversion_plan import ConversionPlan, drawn, make_conversion_plan, type_table
+from jetserve.quantize.recipe import KEEP, NONE, Rules
+from jetserve.quantize.recipe_file import read_rules
 from jetserve.quantize.report import WeightReport
 
 logger = logging.getLogger(__name__)
@@ -70,14 +67,7 @@ class ConversionReport:
 
     def as_text(self) -> str:
         """For people."""
-        table = Table(title=f"{self.output} ({self.quantize_type})", title_justify="left")
-        for name in ("type", "tensors", "weights", "bits a weight"):
-            table.add_column(name, justify="left" if name == "type" else "right")
-        for name, group in {**self.weights.by_type(), "all": self.weights}.items():
-            table.add_row(name, str(len(group.tensors)), f"{group.weights:,}", f"{group.bits_per_weight:.3f}")
-        console = Console(width=110, force_terminal=False, color_system=None)
-        with console.capture() as capture:
-            console.print(table)
+        table = type_table(self.weights, f"{self.output} ({self.quantize_type})")
         lines = [
             f"on disk: {self.input_bytes / 1e6:.1f} MB before, {self.output_bytes / 1e6:.1f} MB after"
             f" ({self.output_bytes * 8 / max(1, self.weights.weights):.2f} bits a weight, compressed)"
@@ -90,7 +80,7 @@ class ConversionReport:
         resumed = f", {self.resumed} of {len(self.weights.tensors)} tensors by an earlier run" if self.resumed else ""
         lines.append(f"type, block size and error of every tensor: {self.output / MANIFEST}")
         lines.append(f"took {self.seconds:.1f} s{resumed}")
-        return capture.get() + "\n".join(lines)
+        return drawn(table) + "\n".join(lines)
 
 
 def convert(
@@ -100,16 +90,18 @@ def convert(
     quantize_type: str | None = None,
     block_size: int | None = None,
     symmetric: bool | None = None,
+    rules: Rules | None = None,
     progress: Progress = progress_bar,
 ) -> ConversionReport:
     """Converts a checkpoint. Run again after it was cut short, it goes on after the parts that it had finished.
 
     Args:
-      source: a folder or a file of any format but jetserve's own.
+      source: a folder or a file of any format; jetserve's own only to be rounded to fewer bits.
       output: the folder to be made; must not exist, or be empty.
       quantize_type: one of `recipe.TYPE_NAMES`; None is `keep` for a quantized source, `none` for a float one.
       block_size: of blockwise types; None for the default.
       symmetric: None for the default, True.
+      rules: of a recipe file, for the matrices that they match.
       progress: wraps the sequence of tensors.
 
     Raises:
@@ -119,31 +111,19 @@ def convert(
     started = time.monotonic()
     source, output = Path(source), Path(output)
     check_output(output)
-    opened = open_model(source, quantize_type=quantize_type)
-    reader = opened.source
-    if isinstance(reader, NativeCheckpoint):
-        raise CheckpointError(
-            f"{source} is a converted checkpoint already, of type {reader.manifest.quantization.type}; rounding twice"
-            " loses quality: convert the model's source"
-        )
-    recipe = Recipe.from_settings(
-        quantize_type, block_size=block_size, symmetric=symmetric, source_quantized=reader.kind is SourceKind.QUANTIZED
+    plan = make_conversion_plan(
+        source, quantize_type=quantize_type, block_size=block_size, symmetric=symmetric, rules=rules
     )
-    _, parameters = opened.build()
-    plan = recipe.plan(parameters)
-    check_tensors(reader, parameters)
-    reader = in_parts(reader, parameters)
+    reader = plan.reader
     tokenizer = reader.tokenizer()
     origin = SourceEntry(name=source.resolve().name, kind=reader.kind.value, fingerprint=reader.fingerprint())
-    with NativeWriter(
-        output, hf_config=reader.hf_config, quantization=_quantization(recipe, plan, reader), source=origin
-    ) as writer:
+    with NativeWriter(output, hf_config=reader.hf_config, quantization=_quantization(plan), source=origin) as writer:
         finished = writer.finished
-        left = [parameter for parameter in parameters if parameter.source not in finished]
-        writer.check_space(estimate(reader, left, plan))
+        left = [parameter for parameter in plan.parameters if parameter.source not in finished]
+        writer.check_space(plan.estimate(left))
         try:
             for parameter in progress(left):
-                writer.add(make_weight(reader, parameter, recipe, plan[parameter.path]))
+                writer.add(make_weight(reader, parameter, plan.targets[parameter.path]))
         except KeyboardInterrupt:
             logger.warning("stopped; the same conversion run again goes on after %d tensors", len(writer.finished))
             raise
@@ -160,55 +140,77 @@ def convert(
     )
 
 
-def run(config: ConvertConfig) -> int:
-    """Converts as `config` says, prints the report, and returns the exit code.
+def export(
+    source: str | Path, output: str | Path, output_format: str, *, progress: Progress = progress_bar, **settings: Any
+) -> None:
+    """Writes a checkpoint, quantized already or now, in another project's format. Not resumable.
+
+    Args:
+      source: a folder or a file of any format; jetserve's own is carried over as it is.
+      output: the Hugging Face folder to be made.
+      output_format: the value of an `ExportFormat`.
+      progress: wraps the sequence of tensors.
+      **settings: `convert`'s.
 
     Raises:
-      ValueError, RuntimeError: see `convert`, `hub.local_path` and `default_model.fetch`.
+      CheckpointError, ValueError: as `convert` does, and for weights that the format cannot hold.
+    """
+    with HuggingFaceWriter(Path(output), ExportFormat(output_format)) as writer:
+        plan = make_conversion_plan(Path(source), as_it_is=True, **settings)
+        if not plan.quantizes_linears:
+            raise ValueError(
+                f"{source} has no linear layer in 4 or 8 bits, and is not to get one; expected some, for that is what"
+                f" {output_format} is. Ask for a quantize type"
+            )
+        fused = sorted(parameter.source for parameter in plan.parameters if not parameter.origin.whole)
+        if fused:
+            raise ValueError(
+                f"{source} is of a model whose tensors are fused, or stored by expert, in Hugging Face's checkpoints"
+                f" ({fused[0]} is part of one); writing those is not built. Convert to jetserve's format"
+            )
+        for parameter in progress(plan.parameters):
+            writer.add(parameter, make_weight(plan.reader, parameter, plan.targets[parameter.path]))
+        writer.finish(plan.reader.hf_config, plan.reader.tokenizer())
+    logger.info("%s is a %s checkpoint of %.1f MB", output, output_format, bytes_on_disk(Path(output)) / 1e6)
+
+
+def run(config: ConvertConfig) -> int:
+    """Converts as `config` says, or only shows the plan; prints the report, and returns the exit code.
+
+    Raises:
+      ValueError, RuntimeError, OSError: see `convert`, `read_rules`, `hub.local_path` and `default_model.fetch`.
     """
     wanted = config.source
     if wanted.checkpoint_path is None:
         source = default_model.fetch(wanted.cache_dir)
     else:
         source = hub.local_path(wanted.checkpoint_path)
-    report = convert(
-        source,
-        config.output,
-        quantize_type=wanted.quantize_type,
-        block_size=wanted.block_size,
-        symmetric=wanted.symmetric,
-    )
-    print(report.as_text())
+    settings: dict[str, Any] = {
+        "quantize_type": wanted.quantize_type,
+        "block_size": wanted.block_size,
+        "symmetric": wanted.symmetric,
+        "rules": None if wanted.quantize_recipe is None else read_rules(wanted.quantize_recipe),
+    }
+    if config.output is None:
+        print(make_conversion_plan(source, **settings).as_text())
+    elif config.output_format is not None:
+        export(source, config.output, config.output_format, **settings)
+    else:
+        print(convert(source, config.output, **settings).as_text())
     return 0
 
 
-def _quantization(recipe: Recipe, plan: Mapping[str, Target], reader: CheckpointReader) -> QuantizationEntry:
+def _quantization(plan: ConversionPlan) -> QuantizationEntry:
     """As the manifest tells it: `keep` of a source that has nothing to carry over is `none`."""
+    recipe, reader = plan.recipe, plan.reader
+    rules = None if recipe.rules is None else json.dumps(dataclasses.asdict(recipe.rules), default=lambda e: e.value)
     if recipe.linear is not None:
         return QuantizationEntry(
-            type=recipe.quantize_type, block_size=recipe.linear.block_size, symmetric=recipe.linear.symmetric
+            type=recipe.made, block_size=recipe.linear.block_size, symmetric=recipe.linear.symmetric, rules=rules
         )
     kept = recipe.quantize_type == KEEP and any(reader.quantized_bits(name) for name in reader.tensors)
-    return QuantizationEntry(type=KEEP if kept else NONE, block_size=None, symmetric=None)
-
-
-def estimate(reader: CheckpointReader, parameters: Sequence[Parameter], plan: Mapping[str, Target]) -> int:
-    """Bytes that the tensors will take on disk, about: compressed, an int4 takes up to 4.5 bits, an int8 up to 8."""
-    bits = 0.0
-    for parameter in parameters:
-        info, target = reader.tensors[parameter.source], plan[parameter.path]
-        count = math.prod(parameter.shape)
-        kept = reader.quantized_bits(parameter.source) if target.action is Action.KEEP else None
-        if target.config is not None:
-            side = 32 if target.config.symmetric else 40
-            blocks = count // (target.config.block_size or parameter.shape[0])
-            bits += count * min(8, target.config.bits + 0.5) + blocks * side
-        elif kept is not None:
-            bits += count * min(8, kept + 0.5) + max(0, info.nbytes * 8 - count * kept) * 2
-        else:
-            # A quantized type that cannot be carried over becomes float32.
-            bits += count * 32 if info.quantized else info.nbytes * 8
-    return math.ceil(bits / 8)
+    made = recipe.made if recipe.rules is not None else KEEP if kept else NONE
+    return QuantizationEntry(type=made, block_size=None, symmetric=None, rules=rules)
 
 
 def bytes_on_disk(path: Path) -> int:

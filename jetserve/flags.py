@@ -11,6 +11,7 @@ from absl import flags
 
 from jetserve.config import (
     CPU_ACTIVATIONS,
+    EXPORT_FORMATS,
     CacheConfig,
     ConvertConfig,
     EngineConfig,
@@ -28,6 +29,7 @@ FLAGS = flags.FLAGS
 
 QUANTIZE_TYPES = ("int8_per_channel", "int4_per_channel", "int8_blockwise", "int4_blockwise", "none", "keep")
 DEFAULT_STEP_TOKENS = 512
+NATIVE_FORMAT = "jetserve"
 NO_PORT = -1
 TASKS = ("generate", "perplexity", "benchmark")
 
@@ -68,6 +70,13 @@ def define_quantization() -> None:
         None,
         "Whether quantized weights have no zero point (unset: they have none). --symmetric=False is more accurate and"
         " a little larger.",
+    )
+    define(
+        flags.DEFINE_string,
+        "quantize_recipe",
+        None,
+        "A JSON or YAML file that says by patterns of tensor names what weights become; the other flags are for those"
+        " that it leaves.",
     )
 
 
@@ -245,6 +254,17 @@ def define_convert() -> None:
     )
     define(flags.DEFINE_string, "output_checkpoint_dir", None, "The folder to write; it must not exist.")
     define_quantization()
+    define(
+        flags.DEFINE_enum,
+        "output_format",
+        NATIVE_FORMAT,
+        (NATIVE_FORMAT, *EXPORT_FORMATS),
+        "What is written: jetserve's own format, or a Hugging Face folder that vLLM and transformers load, quantized as"
+        " GPTQ (v2) or compressed-tensors.",
+    )
+    define(
+        flags.DEFINE_bool, "dry_run", False, "Print what each tensor would become and the final size; write nothing."
+    )
     define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models.")
 
 
@@ -261,6 +281,8 @@ def refuse_arguments(argv: Sequence[str]) -> None:
 def _quantize_type() -> str | None:
     """--quantize_type, and --quantize_weights where it says more."""
     found = FLAGS.quantize_type
+    if FLAGS.quantize_weights is False and FLAGS.quantize_recipe is not None:
+        raise ValueError("--quantize_weights=False contradicts --quantize_recipe; drop one of the two")
     if FLAGS.quantize_weights is False:
         if found not in (None, "none"):
             raise ValueError(f"--quantize_weights=False contradicts --quantize_type={found}; drop one of the two")
@@ -278,6 +300,7 @@ def model_source() -> ModelSource:
         quantize_type=_quantize_type(),
         block_size=FLAGS.block_size,
         symmetric=FLAGS.symmetric,
+        quantize_recipe=path_of(FLAGS.quantize_recipe),
         quantize_activation=FLAGS.quantize_activation,
         cpu_activation=FLAGS.cpu_activation,
         cache_dir=Path(FLAGS.cache_dir).expanduser(),
@@ -396,13 +419,18 @@ def server_config() -> ServerConfig:
 
 def convert_config() -> ConvertConfig:
     """From `define_convert`."""
-    if FLAGS.output_checkpoint_dir is None:
+    if FLAGS.output_checkpoint_dir is None and not FLAGS.dry_run:
         raise ValueError("--output_checkpoint_dir is not set; expected a folder to write that does not exist")
     source = ModelSource(
         checkpoint_path=FLAGS.input_checkpoint_dir,
         quantize_type=_quantize_type(),
         block_size=FLAGS.block_size,
         symmetric=FLAGS.symmetric,
+        quantize_recipe=path_of(FLAGS.quantize_recipe),
         cache_dir=Path(FLAGS.cache_dir).expanduser(),
     )
-    return ConvertConfig(source=source, output=Path(FLAGS.output_checkpoint_dir).expanduser())
+    return ConvertConfig(
+        source=source,
+        output=None if FLAGS.dry_run else path_of(FLAGS.output_checkpoint_dir),
+        output_format=None if FLAGS.output_format == NATIVE_FORMAT else FLAGS.output_format,
+    )

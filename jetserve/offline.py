@@ -342,6 +342,7 @@ def _job(
         "quantize_type": source.quantize_type,
         "block_size": source.block_size,
         "symmetric": source.symmetric,
+        "quantize_recipe": None if source.quantize_recipe is None else batch_files.digest_of(source.quantize_recipe),
         "quantize_activation": source.quantize_activation,
         "cpu_activation": source.cpu_activation,
         "quantize_kv_cache": engine_config.cache.quantize,

@@ -26,7 +26,8 @@ from jetserve.config import ConvertConfig, MeshConfig, ModelSource
 from jetserve.convert import ConversionReport, convert
 from jetserve.kernels import select
 from jetserve.parallel.mesh import make_mesh
-from jetserve.quantize.qarray import QUANTIZE_TYPES
+from jetserve.quantize.qarray import QUANTIZE_TYPES, QArray, QuantizationConfig, dequantize, quantize
+from jetserve.quantize.recipe_file import parse_rules, read_rules
 from jetserve.testing import make_tiny_checkpoint
 
 TYPES = [{"quantize_type": name, "symmetric": symmetric} for name in QUANTIZE_TYPES for symmetric in (True, False)]
@@ -209,10 +210,74 @@ def test_nan_in_a_weight_names_it(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_converted_checkpoint_is_not_converted_again(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize_type", [None, "int8_blockwise", "none"])
+def test_a_converted_checkpoint_is_not_converted_to_as_many_bits(
+    source: Path, tmp_path: Path, quantize_type: str | None
+) -> None:
     convert(source, tmp_path / "int8", quantize_type="int8_per_channel", progress=list_only)
-    with pytest.raises(CheckpointError, match="converted checkpoint already, of type int8_per_channel"):
-        convert(tmp_path / "int8", tmp_path / "int4", quantize_type="int4_blockwise")
+    with pytest.raises(CheckpointError, match=r"converted checkpoint already, of type int8_per_channel.* fewer bits"):
+        convert(tmp_path / "int8", tmp_path / "again", quantize_type=quantize_type)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("wide", ["int8_per_channel", "int8_blockwise", "none"])
+def test_int8_becomes_int4_by_its_own_groups(
+    source: Path, tmp_path: Path, mesh: Mesh, wide: str, symmetric: bool
+) -> None:
+    """Converted or on the fly: what rounding the dequantized weights gives. The embedding stays the int8 that it is."""
+    convert(source, tmp_path / "wide", quantize_type=wide, progress=list_only)
+    settings: dict[str, Any] = {"quantize_type": "int4_blockwise", "symmetric": symmetric, "block_size": 32}
+    report = convert(tmp_path / "wide", tmp_path / "int4", **settings, progress=list_only)
+    assert report.quantize_type == "int4_blockwise"
+    before, after = NativeCheckpoint(tmp_path / "wide"), NativeCheckpoint(tmp_path / "int4")
+    for name in before.tensors:
+        was, found = before.read_tensor(name), after.read_tensor(name)
+        if name.endswith("_proj.weight"):
+            plain = dequantize(was) if isinstance(was, QArray) else was
+            expected = quantize(jnp.asarray(plain), QuantizationConfig(bits=4, block_size=32, symmetric=symmetric))
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+        elif wide != "none":
+            jax.tree.map(np.testing.assert_array_equal, found, was)
+    assert_same_weights(tmp_path / "wide", tmp_path / "int4", mesh, "float32", **settings)
+
+
+def test_a_recipe_decides_tensor_by_tensor_and_is_recorded(source: Path, tmp_path: Path, mesh: Mesh) -> None:
+    patterns = {"down_proj": {"type": "int8_per_channel"}, "*.layers.0.*gate_proj": "skip"}
+    settings: dict[str, Any] = {
+        "quantize_type": "int4_blockwise",
+        "rules": parse_rules({"patterns": patterns}, "recipe"),
+    }
+    convert(source, tmp_path / "out", **settings, progress=list_only)
+    made = NativeCheckpoint(tmp_path / "out")
+    assert made.manifest.quantization.type == "rules"
+    assert made.manifest.quantization.rules is not None
+    assert "down_proj" in made.manifest.quantization.rules
+    types = {name: entry.report.type_name for name, entry in made.tensors.items()}
+    assert types["model.layers.1.mlp.down_proj.weight"] == "int8_per_channel"
+    assert types["model.layers.0.mlp.gate_proj.weight"] == "bfloat16"
+    assert types["model.layers.1.mlp.gate_proj.weight"] == "int4_blockwise"
+    assert_same_weights(source, tmp_path / "out", mesh, "float32", **settings)
+    with pytest.raises(ValueError, match="a recipe cannot change"):
+        load_model(tmp_path / "out", rules=settings["rules"], mesh=mesh, dtype=jnp.dtype("float32"))
+
+
+def test_a_dry_run_says_what_would_be_and_writes_nothing(source: Path, tmp_path: Path, capsys) -> None:
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"patterns": {"down_proj": {"type": "int8_blockwise", "block_size": 32, "symmetric": false}}}')
+    wanted = ModelSource(
+        checkpoint_path=str(source), quantize_type="int4_per_channel", quantize_recipe=recipe, cache_dir=tmp_path
+    )
+    assert convert_module.run(ConvertConfig(source=wanted, output=None)) == 0
+    shown = capsys.readouterr().out
+    down = next(line for line in shown.splitlines() if "layers.1.mlp.down_proj" in line)
+    assert "int8_blockwise, block 32, asymmetric" in down
+    assert "rtn" in down
+    assert "10.000" in down  # bits a weight: a scale and a zero point for every 32
+    convert(source, tmp_path / "out", quantize_type="int4_per_channel", rules=read_rules(recipe), progress=list_only)
+    made = NativeCheckpoint(tmp_path / "out").report
+    assert f"{made.nbytes / 1e6:.1f} MB of weights" in shown
+    assert f"{made.bits_per_weight:.3f}" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "recipe.json"]
 
 
 def test_the_command_prints_the_report(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

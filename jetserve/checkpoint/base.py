@@ -71,7 +71,7 @@ class CheckpointReader(Protocol):
         """The source's own quantization carried over exactly, or None if it has none that a QArray can hold.
 
         Leaves are numpy arrays in the matmul's form ([K, N] or [G, g, N], K in features, N out features): values int8
-        even for 4 bits (see `quantized_bits`), scale and zero point float32.
+        even for 4 bits (see `quantized_bits`), scale and zero point float32, an input order int32.
         """
         ...
 

@@ -1,7 +1,8 @@
-"""Hugging Face folders: `config.json` and one or many safetensors shards, in floating point.
+"""Hugging Face folders: `config.json` and one or many safetensors shards, in floating point or quantized by others.
 
-Owns which files make up such a checkpoint and their consistency. Presents every tensor of the shards as it stands
-there; which of them a model wants is not known here.
+Owns which files make up such a checkpoint and their consistency. Presents every float tensor of the shards as it stands
+there, and every quantized layer by its weight; which of them a model wants is not known here, nor how layers are packed
+(`gptq`, `awq`, `compressed_tensors`).
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jetserve.checkpoint import awq, compressed_tensors, gptq
 from jetserve.checkpoint.base import CheckpointError, SourceKind, TensorInfo
 from jetserve.checkpoint.files import (
     check_rows,
@@ -20,6 +22,8 @@ from jetserve.checkpoint.files import (
     some,
     tokenizer_in,
 )
+from jetserve.checkpoint.packed import FLOAT_TYPES, PackedLayer, Shards, to_floats
+from jetserve.checkpoint.quantization_settings import FILES, Settings, find_settings, without_settings
 from jetserve.checkpoint.safetensors_file import SafetensorsFile
 from jetserve.quantize.qarray import QArray
 from jetserve.tokenizer import Tokenizer
@@ -29,10 +33,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SHARD_PATTERN = "model-*-of-*.safetensors"
 
-_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_PACKED_FORMATS = {module.METHOD: module for module in (gptq, awq, compressed_tensors)}
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 
 
 def matches(path: Path) -> bool:
@@ -44,53 +46,64 @@ def matches(path: Path) -> bool:
 
 
 class HuggingFaceReader:
-    """A `CheckpointReader` over safetensors shards; see `open_reader`."""
+    """A `CheckpointReader` over safetensors shards; see `open_reader`.
 
-    def __init__(self, path: Path, hf_config: Mapping[str, Any], shards: list[SafetensorsFile]) -> None:
+    `layers` are the quantized ones by their weight's name. One whose groups no QArray can hold is only dequantized.
+    """
+
+    def __init__(
+        self, path: Path, hf_config: Mapping[str, Any], shards: Shards, layers: Mapping[str, PackedLayer]
+    ) -> None:
         self.path = path
         self.hf_config: Mapping[str, Any] = hf_config
         self._shards = shards
-        self._shard_of = {name: shard for shard in shards for name in shard.entries}
-        self.tensors: Mapping[str, TensorInfo] = {
+        self._layers = layers
+        packed = {part for layer in layers.values() for part in layer.parts}
+        floats = {
             name: TensorInfo(shape=entry.shape, type_name=entry.type_name, nbytes=entry.nbytes)
-            for shard in shards
-            for name, entry in shard.entries.items()
+            for name, entry in shards.entries.items()
+            if name not in packed
+        }
+        self.tensors: Mapping[str, TensorInfo] = floats | {
+            name: TensorInfo(shape=layer.shape, type_name=layer.type_name, nbytes=layer.nbytes, quantized=True)
+            for name, layer in layers.items()
         }
 
     @property
     def kind(self) -> SourceKind:
-        return SourceKind.FLOAT
+        carried = any(layer.fits for layer in self._layers.values())
+        return SourceKind.QUANTIZED if carried else SourceKind.FLOAT
 
     def read(self, name: str) -> np.ndarray:
-        shard = self._shard_of[name]
-        type_name = shard.entries[name].type_name
-        if type_name not in _FLOAT_TYPES:
-            raise CheckpointError(
-                f"{shard.path}: {name} has dtype {type_name}; expected a weight in {', '.join(_FLOAT_TYPES)}. Quantized"
-                " checkpoints need a quantization_config that is supported"
-            )
-        return shard.read(name)
+        return self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        tensor = self.read(name)
-        check_rows(name, start, stop, len(tensor))
-        return tensor[start:stop]
+        info = self.tensors[name]
+        check_rows(name, start, stop, info.shape[0])
+        if name in self._layers:
+            return to_floats(self._layers[name].read(start, stop))
+        if info.type_name not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{self._shards.where(name)} has dtype {info.type_name}; expected a weight in {', '.join(FLOAT_TYPES)}."
+                " Quantized checkpoints need a quantization_config that is supported"
+            )
+        return self._shards.read(name)[start:stop]
 
     def read_quantized(self, name: str) -> QArray | None:
-        if name not in self.tensors:
-            raise KeyError(name)
-        return None
+        return self._layers[name].read() if self.quantized_bits(name) is not None else None
 
     def quantized_bits(self, name: str) -> int | None:
         if name not in self.tensors:
             raise KeyError(name)
-        return None
+        layer = self._layers.get(name)
+        return layer.bits if layer is not None and layer.fits else None
 
     def tokenizer(self) -> Tokenizer | None:
         return tokenizer_in(self.path)
 
     def fingerprint(self) -> str:
-        return fingerprint([self.path / CONFIG_FILE, *(shard.path for shard in self._shards), *side_files(self.path)])
+        settings = [self.path / name for name in (CONFIG_FILE, *FILES) if (self.path / name).is_file()]
+        return fingerprint([*settings, *(file.path for file in self._shards.files), *side_files(self.path)])
 
 
 def open_reader(path: Path) -> HuggingFaceReader:
@@ -99,7 +112,7 @@ def open_reader(path: Path) -> HuggingFaceReader:
     Raises:
       CheckpointError: if a file is missing, damaged, or of a kind that is not read (pickles, quantized weights).
     """
-    hf_config = _read_config(path)
+    config = _read_config(path)
     index = _read_index(path)
     names = sorted(set(index.values())) if index is not None else [_only_file(path)]
     missing = [name for name in names if not (path / name).is_file()]
@@ -109,28 +122,59 @@ def open_reader(path: Path) -> HuggingFaceReader:
             f"{path} lacks {len(missing)} of the {len(names)} shards that {INDEX_FILE} names: {some(missing)};"
             f" {missing[0]} holds {some(held)}. Get the missing files"
         )
-    shards = [SafetensorsFile(path / name) for name in names]
-    _check_unique(shards)
+    files = [SafetensorsFile(path / name) for name in names]
+    _check_unique(files)
     if index is not None:
-        _check_index(path, index, shards)
-    return HuggingFaceReader(path, hf_config, shards)
+        _check_index(path, index, files)
+    shards = Shards(files)
+    layers = _quantized_layers(path, find_settings(path, config), shards)
+    return HuggingFaceReader(path, without_settings(config), shards, layers)
+
+
+def _quantized_layers(path: Path, settings: Settings | None, shards: Shards) -> dict[str, PackedLayer]:
+    """The layers that others quantized, by the name of their weight: what the settings say, or the tensors' names.
+
+    Raises:
+      CheckpointError: if settings or tensors are of a method or a layout that is not read.
+    """
+    method = _method_of(shards) if settings is None or settings.method is None else settings.method
+    if method is None and settings is None:
+        return {}
+    if settings is None:
+        settings = Settings(where=f"{path} (which has no quantization_config)")
+    if method not in _PACKED_FORMATS:
+        raise CheckpointError(
+            f"{settings.where} is of method {method or 'unknown'!r}, which is not read; expected"
+            f" {', '.join(_PACKED_FORMATS)}. Use the unquantized checkpoint of this model"
+        )
+    layers = {f"{stem}.weight": layer for stem, layer in _PACKED_FORMATS[method].layers(shards, settings).items()}
+    if not layers:
+        raise CheckpointError(
+            f"{settings.where} says that weights are quantized by {method}, but no tensor of {path} is; expected some."
+            " Remove the settings if the weights are floats"
+        )
+    twice = layers.keys() & shards.entries.keys()
+    if twice:
+        raise CheckpointError(f"{path} holds {some(twice)} both quantized and not; expected one of them")
+    return layers
+
+
+def _method_of(shards: Shards) -> str | None:
+    """By the tensors' names, and between GPTQ and AWQ by their shapes; None if there are no quantized ones."""
+    names = shards.entries
+    if any(name.endswith(".weight_packed") for name in names):
+        return compressed_tensors.METHOD
+    weight = next((name for name in names if name.endswith(".qweight")), None)
+    if weight is None:
+        return None
+    scales = names.get(f"{weight.removesuffix('.qweight')}.scales")
+    packed = names[weight].shape
+    interleaved = scales is not None and len(packed) == 2 and packed[1] * 8 == scales.shape[-1]
+    return awq.METHOD if interleaved else gptq.METHOD
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     config = read_json(path / CONFIG_FILE)
-    for key in _QUANTIZATION_KEYS:
-        if config.get(key) is not None:
-            method = config[key].get("quant_method", "unknown") if isinstance(config[key], dict) else config[key]
-            raise CheckpointError(
-                f"{path / CONFIG_FILE} has a {key} of method {method!r}: weights quantized by {method} are not read"
-                " yet. Use the unquantized checkpoint of this model"
-            )
-    for name in _QUANTIZATION_FILES:
-        if (path / name).is_file():
-            raise CheckpointError(
-                f"{path} has a {name}: its weights are quantized (GPTQ or AWQ), which is not read yet. Use the"
-                " unquantized checkpoint of this model"
-            )
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(
             f"{path / CONFIG_FILE} has the model_type {config.get('model_type')!r}; expected a name such as 'llama'"

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind
 from jetserve.checkpoint.detect import open_checkpoint
 from jetserve.checkpoint.files import some
 from jetserve.checkpoint.native import NativeCheckpoint, is_native
+from jetserve.checkpoint.native_reader import NativeReader, can_be_rounded
 from jetserve.checkpoint.parts import in_parts
 from jetserve.checkpoint.source import check_tensors, make_weight
 from jetserve.kernels import select
@@ -28,7 +30,7 @@ from jetserve.models import base
 from jetserve.models.base import Parameter, Role
 from jetserve.parallel.rules import vector_sharding, weight_sharding
 from jetserve.quantize.qarray import INTEGER_RANGE, QArray, by_expert, cast_values
-from jetserve.quantize.recipe import KEEP, NONE, Recipe
+from jetserve.quantize.recipe import KEEP, NONE, Recipe, Rules, Target
 from jetserve.quantize.report import TensorReport, WeightReport
 from jetserve.tokenizer import Tokenizer
 
@@ -53,7 +55,7 @@ class LoadedModel:
       hf_config: with Hugging Face's keys.
       tokenizer: None if the checkpoint has none.
       report: of the weights as they were made, before kernels laid them out.
-      quantize_type: how they are quantized, one of `recipe.TYPE_NAMES`.
+      quantize_type: how they are quantized, one of `recipe.TYPE_NAMES` or `recipe.RULES`.
     """
 
     model: base.Model
@@ -106,6 +108,7 @@ def load_model(
     block_size: int | None = None,
     symmetric: bool | None = None,
     quantize_activation: bool = False,
+    rules: Rules | None = None,
     mesh: Mesh,
     dtype: jnp.dtype,
     exact_activations: bool = True,
@@ -119,6 +122,7 @@ def load_model(
       block_size: of blockwise types; None for the default.
       symmetric: None for the default, True.
       quantize_activation: whether linear layers quantize their other operand as they run.
+      rules: of a recipe file; for a source, not for a converted checkpoint.
       mesh: where the weights go.
       dtype: of the weights that stay floats.
       exact_activations: whether kernels must leave activations as they are where they would rather quantize them.
@@ -133,6 +137,14 @@ def load_model(
     model, parameters = opened.build()
     source = opened.source
     if isinstance(source, NativeCheckpoint):
+        check_entries(source, parameters)
+        if rules is None and can_be_rounded(source, parameters, quantize_type):
+            source = NativeReader(source)
+    if isinstance(source, NativeCheckpoint):
+        if rules is not None:
+            raise ValueError(
+                f"a recipe cannot change {path}, which is converted already; convert the model's source with it"
+            )
         check_settings(source, parameters, quantize_type=quantize_type, block_size=block_size, symmetric=symmetric)
         reports = _load_native(source, parameters, quantize_activation, placement, progress)
         made = source.manifest.quantization.type
@@ -142,10 +154,12 @@ def load_model(
             block_size=block_size,
             symmetric=symmetric,
             quantize_activation=quantize_activation,
+            rules=rules,
             source_quantized=source.kind is SourceKind.QUANTIZED,
         )
         reports = _load_other(source, parameters, recipe, placement, progress)
-        made = recipe.quantize_type
+        made = recipe.made
+    share_input_orders(parameters)
     _report_replicated(parameters, mesh)
     return LoadedModel(
         model=model,
@@ -181,15 +195,31 @@ def _load_other(
     placement: "Placement",
     progress: Progress,
 ) -> list[TensorReport]:
-    plan = recipe.plan(parameters)
-    check_tensors(source, parameters)
-    source = in_parts(source, parameters)
+    source, plan = make_plan(source, parameters, recipe)
     reports = []
     for parameter in progress(parameters):
-        weight = make_weight(source, parameter, recipe, plan[parameter.path])
+        weight = make_weight(source, parameter, plan[parameter.path])
         place(parameter, weight.array, weight.bits, placement)
         reports.append(weight.report)
     return reports
+
+
+def make_plan(
+    source: CheckpointReader, parameters: Sequence[Parameter], recipe: Recipe
+) -> tuple[CheckpointReader, dict[str, Target]]:
+    """The source with every parameter under its own name, and what each becomes, by its path.
+
+    The source is checked to have them all. Of a converted checkpoint, what is already as it is to be stays so.
+
+    Raises:
+      CheckpointError: as `check_tensors` does.
+      ValueError: as `Recipe.plan` does.
+    """
+    plan = recipe.plan(parameters)
+    if isinstance(source, NativeReader):
+        return source, source.unchanged(plan, parameters)
+    check_tensors(source, parameters)
+    return in_parts(source, parameters), plan
 
 
 def _load_native(
@@ -199,7 +229,6 @@ def _load_native(
     placement: "Placement",
     progress: Progress,
 ) -> list[TensorReport]:
-    check_entries(source, parameters)
     by_source = {parameter.source: parameter for parameter in parameters}
     linears = [entry for name, entry in source.tensors.items() if by_source[name].role is Role.LINEAR]
     if quantize_activation and not any(entry.bits for entry in linears):
@@ -316,11 +345,24 @@ def shardings(parameter: Parameter, weight: Any, mesh: Mesh) -> Any:
 
 
 def give(parameter: Parameter, placed: Any, *, exact_activations: bool = True) -> None:
-    """Lays a weight that is on the mesh out for its kernel, and gives it to the model."""
-    if parameter.axes is not None:
+    """Lays a weight that is on the mesh out for its kernel, and gives it to the model; its input order to its layer."""
+    if parameter.linear is not None and parameter.axes is not None:
+        if isinstance(placed, QArray) and placed.input_order is not None:
+            parameter.linear.input_order = nnx.Variable(placed.input_order)
+            placed = dataclasses.replace(placed, input_order=None)
         operation = "quantized_matmul" if parameter.axes.experts is None else "grouped_matmul"
         placed = select.prepare(operation, placed, exact_activations=exact_activations)
     parameter.variable.set_value(placed)
+
+
+def share_input_orders(parameters: Sequence[Parameter]) -> None:
+    """Gives layers of one module that take their inputs in the same order one variable of it, for one gather."""
+    found: dict[tuple[str, bytes], nnx.Variable] = {}
+    for parameter in parameters:
+        if parameter.linear is not None and parameter.linear.input_order is not None:
+            order = parameter.linear.input_order
+            module = parameter.path.rsplit(".", 2)[0]
+            parameter.linear.input_order = found.setdefault((module, np.asarray(order.get_value()).tobytes()), order)
 
 
 def _cast_on_host(qarray: QArray) -> QArray:

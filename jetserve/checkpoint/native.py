@@ -1,8 +1,8 @@
 """Converted checkpoints: a folder that describes itself, so that loading it takes no flags.
 
   jetserve.json        the manifest: format version, model config, how every tensor is quantized, where it came from
-  weights/part-00000   Orbax PyTree items, many tensors in each: Hugging Face name -> {values, scale, zero_point}, or
-                       {array} for floats
+  weights/part-00000   Orbax PyTree items, many tensors in each: Hugging Face name -> {values, scale, zero_point,
+                       input_order} of which the last two may be missing, or {array} for floats
   tokenizer/           as `Tokenizer.save` writes it
 
 Matrices are in the matmul's form ([K, N] or [G, g, N]); int4 stands in int8 containers, which Orbax compresses to less
@@ -31,7 +31,7 @@ import tensorstore
 
 from jetserve.checkpoint.base import CheckpointError
 from jetserve.quantize.qarray import INTEGER_RANGE, QArray, QuantizationConfig
-from jetserve.quantize.recipe import TYPE_NAMES
+from jetserve.quantize.recipe import RULES, TYPE_NAMES
 from jetserve.quantize.report import TensorReport, WeightReport
 from jetserve.tokenizer import Tokenizer
 
@@ -63,6 +63,7 @@ class TensorEntry:
       block_size: None for per-channel.
       asked_block_size: where another one was asked for.
       zero_point: "none", "integer" or "real".
+      input_order: whether rows are held in another order than that of the layer's inputs (`QArray.input_order`).
       error: relative Frobenius error of rounding; None where the source's own quantization was carried over.
       dequantized_from: the source's type, where that was quantized but could not be carried over.
     """
@@ -75,13 +76,18 @@ class TensorEntry:
     block_size: int | None = None
     asked_block_size: int | None = None
     zero_point: str | None = None
+    input_order: bool = False
     error: float | None = None
     dequantized_from: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for an entry that contradicts itself."""
         if self.bits is None:
-            ok = len(self.shape) in (1, 2) and (self.block_size, self.zero_point) == (None, None)
+            ok = (
+                len(self.shape) in (1, 2)
+                and (self.block_size, self.zero_point) == (None, None)
+                and not self.input_order
+            )
         else:
             ok = len(self.shape) == 2 and self.bits in INTEGER_RANGE and self.zero_point in ("none", "integer", "real")
             ok = ok and (self.block_size is None or (self.block_size > 0 and self.shape[0] % self.block_size == 0))
@@ -106,7 +112,11 @@ class TensorEntry:
         values: tuple[int, ...] = (K, N) if g is None else (K // g, g, N)
         side: tuple[int, ...] = (N,) if g is None else (K // g, N)
         leaves = {"values": (values, jnp.dtype(jnp.int8)), "scale": (side, jnp.dtype(self.dtype))}
-        return leaves if self.zero_point == "none" else {**leaves, "zero_point": leaves["scale"]}
+        if self.zero_point != "none":
+            leaves["zero_point"] = leaves["scale"]
+        if self.input_order:
+            leaves["input_order"] = ((K,), jnp.dtype(jnp.int32))
+        return leaves
 
     @property
     def nbytes(self) -> int:
@@ -152,14 +162,19 @@ class SourceEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizationEntry:
-    """How the weights were asked to be quantized: `type` is one of `recipe.TYPE_NAMES`, the others its settings."""
+    """How the weights were asked to be quantized: `type` is one of `recipe.TYPE_NAMES`, the others its settings.
+
+    Where a recipe file decided, `type` is `recipe.RULES`, `rules` what stood in it as JSON, and the settings those of
+    the tensors that it left.
+    """
 
     type: str
     block_size: int | None
     symmetric: bool | None
+    rules: str | None = None
 
     def __post_init__(self) -> None:
-        if self.type not in TYPE_NAMES:
+        if self.type not in (*TYPE_NAMES, RULES):
             raise ValueError(f"quantization type is {self.type!r}; expected one of {', '.join(TYPE_NAMES)}")
 
 
@@ -280,6 +295,7 @@ class NativeCheckpoint:
         self.manifest = _read_manifest(path)
         self.hf_config: Mapping[str, Any] = self.manifest.hf_config
         self.tensors: dict[str, TensorEntry] = {}
+        self._checked: set[int] = set()
         for entry in self.manifest.tensors:
             if entry.name in self.tensors:
                 raise CheckpointError(f"{path / MANIFEST} lists {entry.name} twice; {CONVERT_AGAIN}")
@@ -320,11 +336,8 @@ class NativeCheckpoint:
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_CACHE_BYTES}})
         started: collections.deque[tuple[TensorEntry, dict[str, tensorstore.Future]]] = collections.deque()
         ahead = 0
-        checked: set[int] = set()
         for entry in self.manifest.tensors:
-            if entry.part not in checked:
-                self._check_part(entry.part)
-                checked.add(entry.part)
+            self._check_part(entry.part)
             started.append((entry, self._start(entry, context)))
             ahead += entry.nbytes
             while ahead > READ_AHEAD:
@@ -333,13 +346,22 @@ class NativeCheckpoint:
         while started:
             yield self._finish(*started.popleft())
 
+    def read_tensor(self, name: str) -> QArray | np.ndarray:
+        """One of them. Raises as `read` does."""
+        entry = self.tensors[name]
+        self._check_part(entry.part)
+        return self._finish(entry, self._start(entry, tensorstore.Context()))[1]
+
     def _check_part(self, number: int) -> None:
+        if number in self._checked:
+            return
         folder = part_folder(self.path, number)
         if (found := measure(folder)) != self.manifest.parts[number]:
             raise CheckpointError(
                 f"{folder} is damaged: its files have SHA-256 {found.sha256}; expected"
                 f" {self.manifest.parts[number].sha256}. Copy the checkpoint again, or {CONVERT_AGAIN}"
             )
+        self._checked.add(number)
 
     def _start(self, entry: TensorEntry, context: tensorstore.Context) -> dict[str, tensorstore.Future]:
         folder = part_folder(self.path, entry.part)

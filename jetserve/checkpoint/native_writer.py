@@ -245,7 +245,7 @@ def _leaves(weight: HostWeight) -> dict[str, np.ndarray]:
     array = weight.array
     if not isinstance(array, QArray):
         return {"array": np.ascontiguousarray(array)}
-    leaves = {"values": array.values, "scale": array.scale, "zero_point": array.zero_point}
+    leaves = {name: getattr(array, name) for name in ("values", "scale", "zero_point", "input_order")}
     return {name: np.asarray(leaf) for name, leaf in leaves.items() if leaf is not None}
 
 
@@ -265,6 +265,7 @@ def _entry(weight: HostWeight, part: int) -> TensorEntry:
         block_size=report.block_size,
         asked_block_size=report.asked_block_size,
         zero_point=zero_point,
+        input_order=isinstance(array, QArray) and array.input_order is not None,
         error=report.error,
         dequantized_from=report.dequantized_from,
     )

@@ -87,6 +87,8 @@ class _PartsReader:
             assert whole is not None
             pieces.append(whole if len(rows) == whole.shape[1] else whole.columns(rows))
         forms = {(piece.block_size, piece.zero_point is None) for piece in pieces}
+        if len(pieces) > 1 and any(piece.input_order is not None for piece in pieces):
+            return None  # experts take one input, but each would want it in an order of its own
         if len(forms) > 1:
             raise CheckpointError(
                 f"{self.path}: the experts of {name} are quantized in different ways ({len(forms)} of them); expected"

@@ -16,8 +16,8 @@ from jetserve.checkpoint.files import some
 from jetserve.checkpoint.parts import stored_transposed
 from jetserve.models.base import Parameter, Role
 from jetserve.quantize.methods import rtn
-from jetserve.quantize.qarray import QArray, QuantizationConfig
-from jetserve.quantize.recipe import Action, Recipe, Target
+from jetserve.quantize.qarray import QArray
+from jetserve.quantize.recipe import Action, Target
 from jetserve.quantize.report import TensorReport
 
 HEAD = "lm_head.weight"
@@ -43,7 +43,9 @@ class HostWeight:
 
 
 def check_tensors(reader: CheckpointReader, parameters: Sequence[Parameter]) -> None:
-    """Checks that a source holds exactly a model's weights, in their shapes. Reads none, but for an untied head.
+    """Checks that a source holds exactly a model's weights, in their shapes.
+
+    Reads none, but for an untied head, and biases that the model lacks.
 
     Raises:
       CheckpointError: naming tensors that are unknown, missing, wanted twice, or of another shape.
@@ -67,6 +69,8 @@ def check_tensors(reader: CheckpointReader, parameters: Sequence[Parameter]) -> 
     if HEAD in unknown:
         _check_tied_head(reader, parameters)
         unknown.remove(HEAD)
+    # Tools give every layer that they quantize a bias, of zeros where the model has none.
+    unknown -= {name for name in unknown if name.endswith(".bias") and not reader.read(name).any()}
     if unknown:
         raise CheckpointError(
             f"{reader.path} has {len(unknown)} tensors that a model of type {reader.hf_config.get('model_type')!r} does"
@@ -101,7 +105,7 @@ def _check_tied_head(reader: CheckpointReader, parameters: Sequence[Parameter]) 
         )
 
 
-def make_weight(reader: CheckpointReader, parameter: Parameter, recipe: Recipe, target: Target) -> HostWeight:
+def make_weight(reader: CheckpointReader, parameter: Parameter, target: Target) -> HostWeight:
     """Reads one tensor and makes of it what the plan says, holding no more than a few rows besides source and result.
 
     The reader has every parameter under its own name (`parts.in_parts`).
@@ -124,7 +128,7 @@ def make_weight(reader: CheckpointReader, parameter: Parameter, recipe: Recipe, 
             target.config,
             name=name,
         )
-        return _quantized(rounded, target.config.bits, parameter, error=error, asked=recipe.linear)
+        return _quantized(rounded, target.config.bits, parameter, error=error, asked=target.asked_block_size)
     array = _floats(reader.read(name), reader, name).T
     _check_finite(array.T, reader, name)
     return HostWeight(array=array, bits=None, report=_float_report(parameter, array.dtype, info))
@@ -147,10 +151,9 @@ def _quantized(
     parameter: Parameter,
     *,
     error: float | None = None,
-    asked: QuantizationConfig | None = None,
+    asked: int | None = None,
 ) -> HostWeight:
     config = dataclasses.replace(qarray.config, bits=bits)
-    wanted = asked.block_size if asked is not None and parameter.role is Role.LINEAR else None
     size = qarray.size_in_bits - qarray.values.size * (qarray.bits - bits)
     report = TensorReport(
         name=parameter.source,
@@ -158,7 +161,7 @@ def _quantized(
         weights=qarray.values.size,
         bits=size,
         block_size=config.block_size,
-        asked_block_size=wanted if wanted != config.block_size else None,
+        asked_block_size=asked if asked != config.block_size else None,
         error=error,
     )
     return HostWeight(array=qarray, bits=bits, report=report)

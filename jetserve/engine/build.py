@@ -18,6 +18,7 @@ from jetserve.engine.engine import Engine
 from jetserve.engine.runner import Runner
 from jetserve.parallel.mesh import make_mesh
 from jetserve.quantize.recipe import KEEP, NONE, Recipe
+from jetserve.quantize.recipe_file import read_rules
 from jetserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def load_source(
         quantize_type=source.quantize_type,
         block_size=source.block_size,
         symmetric=source.symmetric,
+        rules=None if source.quantize_recipe is None else read_rules(source.quantize_recipe),
         quantize_activation=source.quantize_activation,
         mesh=make_mesh(config.mesh, devices),
         dtype=jnp.dtype(config.dtype),
@@ -63,11 +65,12 @@ def load_source(
 def _default_checkpoint(source: ModelSource) -> tuple[ModelSource, Path]:
     """The default model converted as `source` asks for, made once and kept, and what is left to ask when it is loaded.
 
-    Floats are not kept: they take six times the space of the file that they come from, and load as fast from that.
+    Floats are not kept: they take six times the space of the file that they come from, and load as fast from that. Nor
+    is what a recipe file makes: it may change.
     """
     gguf = default_model.fetch(source.cache_dir)
     quantize_type = source.quantize_type or KEEP
-    if quantize_type == NONE:
+    if quantize_type == NONE or source.quantize_recipe is not None:
         return source, gguf
     recipe = Recipe.from_settings(
         quantize_type, block_size=source.block_size, symmetric=source.symmetric, source_quantized=True

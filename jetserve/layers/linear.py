@@ -23,6 +23,8 @@ class Linear(nnx.Module):
         self.bias: nnx.Param[Any] | None = (
             nnx.Param(jax.ShapeDtypeStruct(self.axes.shape[1:], jnp.float32)) if bias else None
         )
+        self.input_order: nnx.Variable[Any] | None = nnx.data(None)
+        """Of a weight with such an order (`QArray.input_order`), which its kernel knows nothing of."""
 
     def __call__(self, x: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """[..., K] -> [..., N]."""
@@ -30,7 +32,15 @@ class Linear(nnx.Module):
 
 
 def project(x: jax.Array, *linears: Linear, out_dtype: jnp.dtype | None = None) -> list[jax.Array]:
-    """x [..., K] through several layers at once: [..., N] of each."""
+    """x [..., K] through several layers at once: [..., N] of each.
+
+    Layers that share the very variable of their input order, or have none, take one gather and one call.
+    """
+    order = linears[0].input_order
+    if any(linear.input_order is not order for linear in linears):
+        return [project(x, linear, out_dtype=out_dtype)[0] for linear in linears]
+    if order is not None:
+        x = jnp.take(x, order.get_value(), axis=-1)
     weights = [linear.weight.get_value() for linear in linears]
     biases = [None if linear.bias is None else linear.bias.get_value() for linear in linears]
     return select.call("projections", x, weights, biases, out_dtype=out_dtype)

@@ -169,6 +169,7 @@ class Parameter:
       shape: in jetserve's checkpoints: a matrix [K, N] (Hugging Face's [N, K] transposed), of experts [K, E * N], or a
         vector.
       axes: of a matrix; None for vectors.
+      linear: the layer of a matrix; None for vectors.
       output_axes: of a matrix, of its bias, or of a norm's scale: (letter, size) of the last array axis.
       variable: the place in the model that takes the array.
     """
@@ -178,6 +179,7 @@ class Parameter:
     origin: Origin
     shape: tuple[int, ...]
     axes: Axes | None
+    linear: Linear | None
     output_axes: tuple[tuple[str, int], ...]
     role: Role
     variable: nnx.Param
@@ -207,7 +209,8 @@ def parameters(model: Model, weights: Weights) -> list[Parameter]:
                 continue
             path = ".".join(str(part) for part in (*module_path, name))
             source = _source(path, weights)
-            axes = module.axes if name == "weight" and isinstance(module, Linear) else None
+            linear = module if name == "weight" and isinstance(module, Linear) else None
+            axes = None if linear is None else linear.axes
             shape = variable.get_value().shape if axes is None else axes.shape
             parameter = Parameter(
                 path=path,
@@ -215,6 +218,7 @@ def parameters(model: Model, weights: Weights) -> list[Parameter]:
                 origin=Origin(names=(source.name,), height=shape[-1], start=0, stop=shape[-1], group=shape[-1]),
                 shape=shape,
                 axes=axes,
+                linear=linear,
                 output_axes=module.axes.output if isinstance(module, Linear) else (("D", shape[-1]),),
                 role=_role(axes),
                 variable=variable,

@@ -82,7 +82,11 @@ def weight_sharding(axes: Axes, weight: Weight, mesh: Mesh) -> Weight:
             contracted = None
         values, side = named(contracted, None, output), named(contracted, output)
     return dataclasses.replace(
-        weight, values=values, scale=side, zero_point=None if weight.zero_point is None else side
+        weight,
+        values=values,
+        scale=side,
+        zero_point=None if weight.zero_point is None else side,
+        input_order=None if weight.input_order is None else named(),
     )
 
 

@@ -103,11 +103,15 @@ QUANTIZE_TYPES = ("int8_per_channel", "int4_per_channel", "int8_blockwise", "int
 class QArray:
     """A quantized matrix W [K, N] in the form that its matmul reads: `W = (values - zero_point) * scale`.
 
+    With an input order, row i of that is row `input_order[i]` of W, so that blocks are rows that lie apart in W (GPTQ's
+    act-order). Then `x @ W` is `x[..., input_order]` times the rows as they are held.
+
     Attributes:
       values: int4 or int8; per-channel `[K, N]`, blockwise `[G, g, N]`. Further axes may lead (experts).
       scale: float; per-channel `[N]`, blockwise `[G, N]`. Never zero, never non-finite.
       zero_point: of the scale's shape and dtype, integer-valued or real; None means 0.
       block_size: g, or None for per-channel (with leading axes the shapes alone do not tell).
+      input_order: int32 [K], a permutation; None where rows are held in W's order.
       quantize_activation: whether matmuls quantize their other operand to int8, per token, as they run.
 
     The leaves may also be numpy arrays, `jax.ShapeDtypeStruct`s or shardings: the class checks nothing at construction
@@ -117,6 +121,7 @@ class QArray:
     values: jax.Array
     scale: jax.Array
     zero_point: jax.Array | None = None
+    input_order: jax.Array | None = None
     block_size: int | None = dataclasses.field(default=None, metadata={"static": True})
     quantize_activation: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -144,13 +149,14 @@ class QArray:
         )
 
     def columns(self, index: Any) -> "QArray":
-        """Those of some outputs: [K, N] -> [K, n]."""
-        return jax.tree.map(lambda leaf: leaf[..., index], self)
+        """Those of some outputs, a slice or indices: [K, N] -> [K, n]. The input order is that of all of them."""
+        cut = jax.tree.map(lambda leaf: leaf[..., index], dataclasses.replace(self, input_order=None))
+        return dataclasses.replace(cut, input_order=self.input_order)
 
     @property
     def size_in_bits(self) -> int:
-        """Bits that the values, scales and zero points hold (`nbytes` counts an int4 as a byte)."""
-        side = [self.scale] if self.zero_point is None else [self.scale, self.zero_point]
+        """Bits that all leaves hold (`nbytes` counts an int4 as a byte)."""
+        side = [leaf for leaf in (self.scale, self.zero_point, self.input_order) if leaf is not None]
         return self.values.size * self.bits + sum(a.size * a.dtype.itemsize * 8 for a in side)
 
     def check(self) -> None:
@@ -170,6 +176,8 @@ class QArray:
             )
         if self.zero_point is not None and self.zero_point.shape != self.scale.shape:
             raise ValueError(f"zero_point has shape {self.zero_point.shape}; expected the scale's, {self.scale.shape}")
+        if self.input_order is not None and self.input_order.shape != self.shape[:1]:
+            raise ValueError(f"input_order has shape {self.input_order.shape}; expected {self.shape[:1]}")
 
 
 Weight = jax.Array | QArray
@@ -278,13 +286,15 @@ def cast_values(qarray: QArray, bits: int, *, name: str = "weight") -> QArray:
 
 
 def dequantize(qarray: QArray, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """`(values - zero_point) * scale` as a plain matrix [..., K, N], computed in float32."""
+    """W as a plain matrix [..., K, N], computed in float32."""
     w = qarray.values.astype(jnp.float32)
     if qarray.zero_point is not None:
         w -= jnp.expand_dims(qarray.zero_point.astype(jnp.float32), -2)
     w *= jnp.expand_dims(qarray.scale.astype(jnp.float32), -2)
     if qarray.blockwise:
         w = w.reshape(*w.shape[:-3], -1, w.shape[-1])
+    if qarray.input_order is not None:
+        w = jnp.zeros_like(w).at[..., qarray.input_order, :].set(w)
     return w.astype(dtype)
 
 

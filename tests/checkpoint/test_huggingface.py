@@ -184,13 +184,13 @@ def test_config_missing_broken_or_without_a_type(folder: Path) -> None:
     refused(folder, "has no config.json")
 
 
-def test_quantized_checkpoints_are_refused_by_method(folder: Path) -> None:
+def test_settings_of_quantized_weights_beside_float_ones_are_refused(folder: Path) -> None:
     edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
-    refused(folder, "quantization_config", "'awq'", "unquantized")
+    refused(folder, "quantization_config", "awq", "no tensor of")
     edit_json(folder / "config.json", quantization_config=None)
     huggingface.open_reader(folder)
     (folder / "quantize_config.json").write_text("{}")
-    refused(folder, "quantize_config.json", "GPTQ")
+    refused(folder, "quantize_config.json", "'unknown'", "unquantized")
 
 
 def test_pickles_are_refused(folder: Path) -> None:

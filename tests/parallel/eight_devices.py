@@ -3,8 +3,10 @@
 import collections
 import contextlib
 import dataclasses
+import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint import foreign
+from safetensors.numpy import load_file
 
 from jetserve.checkpoint.load import LoadedModel, load_model
 from jetserve.config import CacheConfig, EngineConfig, MeshConfig
@@ -186,6 +190,24 @@ def test_a_mesh_with_a_data_axis(make: Make) -> None:
 def test_int8_pages(make: Make) -> None:
     one, many = make(Weights(), 1, quantize_cache=True), make(Weights(), 8, quantize_cache=True)
     check_same(one, many, tolerance=5e-2)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2)], ids=["tensor", "data"])
+def test_inputs_in_another_order(mesh: MeshConfig, tmp_path: Path) -> None:
+    """GPTQ's act-order: the gathered activations of a layer that is cut along its inputs come from every device."""
+    source = make_tiny_checkpoint(tmp_path / "source", num_hidden_layers=LAYERS, **EVEN)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+    weights, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    foreign.write_folder(tmp_path / "gptq", weights, foreign.gptq, settings, act_order=True, config=config)
+    shutil.copy(source / "tokenizer.json", tmp_path / "gptq")
+    found = []
+    for devices, shape in ((1, MeshConfig()), (8, mesh)):
+        on = make_mesh(shape, jax.devices()[:devices])
+        loaded = load_model(tmp_path / "gptq", mesh=on, dtype=jnp.float32)
+        assert loaded.model.layers[0].mlp.down.input_order is not None
+        engine = EngineConfig(max_sequences=2, max_length=64, max_step_tokens=16, cache=CacheConfig(page_size=8))
+        found.append((loaded, Runner(loaded.model, engine, on)))
+    check_same(*found)
 
 
 @pytest.mark.best_kernels

@@ -1,5 +1,10 @@
 """Recipes: what every role becomes, and all that is refused before a byte is read."""
 
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -8,7 +13,8 @@ from jetserve.models.base import Origin, Parameter, Role
 from jetserve.parallel.rules import Axes
 from jetserve.quantize.methods import rtn
 from jetserve.quantize.qarray import QUANTIZE_TYPES, QuantizationConfig, dequantize, quantize
-from jetserve.quantize.recipe import Action, Recipe
+from jetserve.quantize.recipe import Action, Recipe, Rule
+from jetserve.quantize.recipe_file import parse_rules, read_rules
 
 
 def parameter(role: Role, K: int = 64, N: int = 32) -> Parameter:
@@ -19,6 +25,7 @@ def parameter(role: Role, K: int = 64, N: int = 32) -> Parameter:
         origin=Origin(names=(f"source.{role.value}",), height=N, start=0, stop=N, group=N),
         shape=(N,) if axes is None else axes.shape,
         axes=axes,
+        linear=None,
         output_axes=(("F", N),),
         role=role,
         variable=nnx.Param(0),
@@ -55,7 +62,7 @@ def test_unset_keeps_a_quantized_source_and_leaves_a_float_one() -> None:
 )
 def test_block_size_that_does_not_divide_becomes_the_largest_that_does(K: int, asked: int | None, used: int) -> None:
     recipe = Recipe.from_settings("int4_blockwise", block_size=asked, source_quantized=False)
-    config = recipe.config_for(parameter(Role.LINEAR, K))
+    config = recipe.target_for(parameter(Role.LINEAR, K)).config
     assert config is not None
     assert config.block_size == used
 
@@ -113,3 +120,121 @@ def test_zeros_have_no_error() -> None:
     rounded, error = rtn.quantize_matrix(lambda a, b: zeros[a:b], (8, 64), QuantizationConfig(bits=4), name="w")
     assert error == 0.0
     assert not np.asarray(rounded.values).any()
+
+
+def write(path: Path, recipe: Any) -> Path:
+    path.write_text(json.dumps(recipe) if path.suffix == ".json" else recipe)
+    return path
+
+
+def linears(*names: str) -> list[Parameter]:
+    return [
+        dataclasses.replace(parameter(Role.LINEAR), path=name, source=f"model.layers.{name}.weight") for name in names
+    ]
+
+
+def test_a_file_says_what_each_matrix_becomes(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "recipe.yaml",
+        """
+        patterns:
+          "*.0.down": {type: int8_blockwise, block_size: 32, symmetric: false}
+          "re:[01]\\\\.up": {type: int4_per_channel, method: rtn}
+          1.down: skip
+        """,
+    )
+    recipe = Recipe.from_settings("int4_blockwise", rules=read_rules(file), source_quantized=False)
+    assert recipe.made == "rules"
+    plan = recipe.plan([*linears("0.down", "0.up", "1.down", "1.up", "2.up"), parameter(Role.EMBEDDING)])
+    assert plan["0.down"].config == QuantizationConfig(bits=8, block_size=32, symmetric=False)
+    assert plan["0.up"].config == plan["1.up"].config == QuantizationConfig(bits=4)
+    assert (plan["0.up"].method, plan["0.up"].action) == ("rtn", Action.ROUND)
+    assert plan["1.down"].action is Action.FLOAT
+    assert plan["2.up"].config == QuantizationConfig(bits=4, block_size=64)
+    assert plan["some.embedding"].config == QuantizationConfig(bits=8)
+
+
+def test_deepspeeds_settings_are_read_as_they_are(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "ds_config.json",
+        {
+            "weight_quantization": {
+                "post_init_quant": {
+                    "down": {"num_bits": 8, "group_size": 32, "group_dim": 1, "symmetric": False},
+                    "*": {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": True},
+                }
+            }
+        },
+    )
+    plan = Recipe.from_settings(rules=read_rules(file), source_quantized=False).plan(linears("0.down", "0.up"))
+    assert plan["0.down"].config == QuantizationConfig(bits=8, block_size=32, symmetric=False)
+    assert plan["0.up"].config == QuantizationConfig(bits=4, block_size=64)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("0.up", True),
+        ("*up", True),
+        ("*up.weight", True),
+        ("model.layers.?.up", True),
+        ("re:layers\\.\\d\\.up", True),
+        ("re:^layers", False),
+        ("layers.*", False),
+        ("1.up", False),
+    ],
+)
+def test_patterns(pattern: str, matches: bool) -> None:
+    assert Rule(pattern=pattern, quantize_type="none").matches("model.layers.0.up.weight") is matches
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"gate": "skip"}, r"'gate' .* no matrix is left.*model\.layers\.0\.down\.weight"),
+        ({"down": "skip", "*.0.*": {"type": "keep"}}, r"0\.down\.weight is matched by 'down' and '\*\.0\.\*'"),
+    ],
+)
+def test_patterns_without_effect_and_double_matches_are_refused(tmp_path: Path, patterns: Any, message: str) -> None:
+    rules = read_rules(write(tmp_path / "recipe.json", {"patterns": patterns}))
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_settings(rules=rules, source_quantized=False).plan([*linears("0.down"), parameter(Role.FLOAT)])
+
+
+def test_a_pattern_that_an_earlier_one_leaves_nothing_is_refused() -> None:
+    inner = {"*": {"num_bits": 4}, "down": {"num_bits": 8}}
+    rules = parse_rules({"weight_quantization": {"post_init_quant": inner}}, "recipe")
+    with pytest.raises(ValueError, match="'down' of the recipe would have no effect"):
+        Recipe.from_settings(rules=rules, source_quantized=False).plan(linears("0.down", "0.up"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "[]", "holds a list; expected an object with 'patterns'"),
+        ("a.json", "{", "is not a recipe"),
+        ("a.yaml", "patterns: [", "is not a recipe"),
+        ("a.yaml", "patterns: {a: skip, a: skip}", "'a' stands there twice"),
+        ("a.json", '{"patterns": {"a": "skip", "a": "skip"}}', "'a' stands there twice"),
+        ("a.json", '{"patterns": {}}', "no patterns"),
+        ("a.json", '{"patterns": {"a": "leave"}}', "a: found 'leave'; expected an object with type"),
+        ("a.json", '{"patterns": {"a": {"type": "int3"}}}', "a: quantize type is 'int3'"),
+        ("a.json", '{"patterns": {"a": {"type": "int4_blockwise", "bits": 4}}}', "a: found .*expected an object"),
+        ("a.json", '{"patterns": {"a": {"type": "int4_blockwise", "block_size": "64"}}}', "block_size is '64'"),
+        ("a.json", '{"patterns": {"a": {"type": "int4_blockwise", "block_size": 48}}}', "block_size is 48"),
+        ("a.json", '{"patterns": {"a": {"type": "none", "symmetric": true}}}', "would have no effect"),
+        ("a.json", '{"patterns": {"a": {"type": "int4_blockwise", "method": "magic"}}}', "method is 'magic'.*rtn"),
+        ("a.json", '{"patterns": {"re:(": "skip"}}', "no regular expression"),
+        ("a.json", '{"weight_quantization": {"x": 1}}', "expected an object with post_init_quant alone"),
+        ("a.json", '{"weight_quantization": {"post_init_quant": {"a": {"num_bits": 3}}}}', "num_bits is 3"),
+        (
+            "a.json",
+            '{"weight_quantization": {"post_init_quant": {"a": {"num_bits": 4, "group_dim": 0}}}}',
+            "group_dim is 0, groups of outputs",
+        ),
+    ],
+)
+def test_files_that_are_no_recipes_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_rules(tmp_path / name)

@@ -67,6 +67,8 @@ def prepare(weight: Weight, *, exact_activations: bool = False) -> PackedWeight:
         raise NotImplementedError("the weight is spread over several devices")
     if weight.values.ndim > (3 if weight.blockwise else 2):
         raise NotImplementedError("the weight has leading axes")
+    if weight.input_order is not None:
+        raise NotImplementedError("the weight takes its inputs in another order")
     if weight.block_size is not None and weight.block_size % STEP:
         raise NotImplementedError(f"block size {weight.block_size} is not a multiple of {STEP}")
     K, N = weight.shape

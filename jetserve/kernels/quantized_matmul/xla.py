@@ -18,6 +18,8 @@ def run(x: jax.Array, w: Weight, *, out_dtype: jnp.dtype | None = None) -> jax.A
     out_dtype = out_dtype or x.dtype
     if not isinstance(w, QArray):
         return jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32).astype(out_dtype)
+    if w.input_order is not None:
+        x = jnp.take(x, w.input_order, axis=-1)
     if not w.blockwise:
         return _per_channel(x, w).astype(out_dtype)
     lead, G, N = x.shape[:-1], w.values.shape[0], w.values.shape[-1]
