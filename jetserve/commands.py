@@ -13,7 +13,7 @@ from absl import app
 from absl import flags as absl_flags
 from absl import logging as absl_logging
 
-from jetserve import flags, loadtest_flags
+from jetserve import convert_flags, flags, loadtest_flags
 
 FLAGS = absl_flags.FLAGS
 _DEBUG = absl_flags.DEFINE_bool("debug", False, "Show tracebacks and debug logs.")
@@ -57,12 +57,12 @@ def convert_command() -> None:
     """Quantizes a checkpoint."""
 
     def command() -> int:
-        config = flags.convert_config()
+        config = convert_flags.convert_config()
         from jetserve import convert
 
         return convert.run(config)
 
-    _run("Converts a checkpoint, quantizing its weights.", [flags.define_convert], command)
+    _run("Converts a checkpoint, quantizing its weights.", [convert_flags.define_convert], command)
 
 
 def serve_command() -> None:

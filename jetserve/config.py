@@ -8,6 +8,7 @@ import enum
 import math
 import re
 from pathlib import Path
+from typing import ClassVar
 
 
 def _positive(name: str, value: int) -> None:
@@ -222,9 +223,82 @@ class ServerConfig:
             raise ValueError("tls_cert_file and tls_key_file belong together; expected both or none")
 
 
+class Clip(enum.Enum):
+    """How the scale of a group of weights is chosen: to span their range, or for the least squared error."""
+
+    NONE = "none"
+    MSE = "mse"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RTNConfig:
+    """Rounding to nearest, each weight for itself."""
+
+    NAME: ClassVar[str] = "rtn"
+
+    clip: Clip = Clip.NONE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """The text that a method learns from what the inputs of weights are like.
+
+    Attributes:
+      file: plain text, or JSONL with a "text", a "prompt" or "messages" a line.
+      texts: in place of a file.
+      samples: windows, spread evenly over the text. None is as many as there are, up to 128.
+      length: tokens of each. None is 2048, or what the model was made for if that is less.
+    """
+
+    file: Path | None = None
+    texts: tuple[str, ...] = ()
+    samples: int | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.file is None) == (not self.texts):
+            raise ValueError("expected either a calibration file or texts")
+        for name, value in (("samples", self.samples), ("length", self.length)):
+            if value is not None:
+                _positive(f"calibration {name}", value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTQConfig:
+    """GPTQ (see `quantize.methods.gptq`).
+
+    Attributes:
+      calibration: what it learns from.
+      clip: how scales are chosen; squared errors count by the mean square of their input.
+      act_order: rounds the rows with the largest inputs first. Blocks then take their scales from the weights as they
+        were, so that rows keep their places.
+      static_groups: whether blocks take their scales from the weights as they were also without act_order, and not from
+        the weights as they are once all earlier blocks are rounded.
+      damping: added to the diagonal of the inputs' second moment, in units of its mean.
+      strict: whether a weight that it cannot do is an error, and not rounded to nearest and reported.
+    """
+
+    NAME: ClassVar[str] = "gptq"
+
+    calibration: CalibrationConfig
+    clip: Clip = Clip.NONE
+    act_order: bool = False
+    static_groups: bool = False
+    damping: float = 0.01
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.damping < 1:
+            raise ValueError(f"damping is {self.damping}; expected a number between 0 and 1, such as 0.01")
+
+
+MethodConfig = RTNConfig | GPTQConfig
+ROUND_TO_NEAREST = RTNConfig()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """What `convert_checkpoints.py` reads and writes.
+    """What `convert_checkpoints.py` reads and writes, and how it rounds.
 
     `source.checkpoint_path` is the input. `output` None writes nothing, and shows what would be made. `output_format`:
     one of `EXPORT_FORMATS`; None is jetserve's own.
@@ -233,6 +307,7 @@ class ConvertConfig:
     source: ModelSource
     output: Path | None
     output_format: str | None = None
+    method: MethodConfig = ROUND_TO_NEAREST
 
     def __post_init__(self) -> None:
         if self.output_format not in (None, *EXPORT_FORMATS):

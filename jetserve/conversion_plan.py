@@ -16,8 +16,8 @@ from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKi
 from jetserve.checkpoint.load import check_entries, make_plan, open_model
 from jetserve.checkpoint.native import NativeCheckpoint
 from jetserve.checkpoint.native_reader import NativeReader, can_be_rounded
-from jetserve.models.base import Parameter, Role
-from jetserve.quantize.recipe import KEEP, Action, Recipe, Rules, Target
+from jetserve.models.base import Model, Parameter, Role
+from jetserve.quantize.recipe import KEEP, ROUND_TO_NEAREST, Action, Recipe, Rules, Target
 from jetserve.quantize.report import TensorReport, WeightReport
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,12 @@ WIDTH = 110
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversionPlan:
-    """An open source, and what each of the model's parameters becomes: `targets` by their paths."""
+    """An open source, and what each of the model's parameters becomes: `targets` by their paths.
 
+    `model` is without memory.
+    """
+
+    model: Model
     reader: CheckpointReader
     parameters: Sequence[Parameter]
     recipe: Recipe
@@ -134,9 +138,10 @@ def make_conversion_plan(
     block_size: int | None = None,
     symmetric: bool | None = None,
     rules: Rules | None = None,
+    method: str = ROUND_TO_NEAREST,
     as_it_is: bool = False,
 ) -> ConversionPlan:
-    """Opens a source and decides what becomes of it. Arguments are `convert.convert`'s.
+    """Opens a source and decides what becomes of it. Arguments are `convert.convert`'s, `method` by its name.
 
     A checkpoint that was converted already is only rounded to fewer bits, or taken `as_it_is` where no type is asked.
 
@@ -146,7 +151,7 @@ def make_conversion_plan(
     """
     opened = open_model(source, quantize_type=quantize_type)
     reader = opened.source
-    _, parameters = opened.build()
+    model, parameters = opened.build()
     if isinstance(reader, NativeCheckpoint):
         check_entries(reader, parameters)
         rounded = can_be_rounded(reader, parameters, quantize_type)
@@ -163,7 +168,8 @@ def make_conversion_plan(
         block_size=block_size,
         symmetric=symmetric,
         rules=rules,
+        method=method,
         source_quantized=reader.kind is SourceKind.QUANTIZED,
     )
     reader, targets = make_plan(reader, parameters, recipe)
-    return ConversionPlan(reader=reader, parameters=parameters, recipe=recipe, targets=targets)
+    return ConversionPlan(model=model, reader=reader, parameters=parameters, recipe=recipe, targets=targets)

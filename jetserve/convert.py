@@ -8,23 +8,28 @@ import functools
 import json
 import logging
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jetserve import default_model
-from jetserve.checkpoint import hub
+from jetserve.checkpoint import calibrated, hub
 from jetserve.checkpoint.huggingface_writer import ExportFormat, HuggingFaceWriter
 from jetserve.checkpoint.load import Progress
 from jetserve.checkpoint.native import MANIFEST, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
-from jetserve.checkpoint.source import make_weight
-from jetserve.config import ConvertConfig
+from jetserve.checkpoint.source import HostWeight, make_weight
+from jetserve.config import ROUND_TO_NEAREST, ConvertConfig, GPTQConfig, MethodConfig
 from jetserve.conversion_plan import ConversionPlan, drawn, make_conversion_plan, type_table
+from jetserve.models.base import Parameter
+from jetserve.quantize.qarray import QArray
 from jetserve.quantize.recipe import KEEP, NONE, Rules
 from jetserve.quantize.recipe_file import read_rules
-from jetserve.quantize.report import WeightReport
+from jetserve.quantize.report import TensorReport, WeightReport
+from jetserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +81,17 @@ class ConversionReport:
             lines.append(f"block size {asked} does not divide {count} tensors, which got {used}")
         for type_name, count in self.weights.dequantized().items():
             lines.append(f"{count} tensors of type {type_name}, which cannot be carried over, became floats")
-        lines += [f"rounding error {t.error:.4f}: {t.name}" for t in self.weights.worst(WORST)]
+        for reason, count in self.weights.fallbacks().items():
+            lines.append(f"{count} tensors were rounded to nearest: {reason}")
+        lines += [f"rounding error {t.error:.4f}{_of_output(t)}: {t.name}" for t in self.weights.worst(WORST)]
         resumed = f", {self.resumed} of {len(self.weights.tensors)} tensors by an earlier run" if self.resumed else ""
         lines.append(f"type, block size and error of every tensor: {self.output / MANIFEST}")
         lines.append(f"took {self.seconds:.1f} s{resumed}")
         return drawn(table) + "\n".join(lines)
+
+
+def _of_output(tensor: TensorReport) -> str:
+    return "" if tensor.output_error is None else f" ({tensor.output_error:.1e} of what its layer computes, squared)"
 
 
 def convert(
@@ -91,6 +102,8 @@ def convert(
     block_size: int | None = None,
     symmetric: bool | None = None,
     rules: Rules | None = None,
+    method: MethodConfig = ROUND_TO_NEAREST,
+    tokenizer: Tokenizer | None = None,
     progress: Progress = progress_bar,
 ) -> ConversionReport:
     """Converts a checkpoint. Run again after it was cut short, it goes on after the parts that it had finished.
@@ -102,6 +115,8 @@ def convert(
       block_size: of blockwise types; None for the default.
       symmetric: None for the default, True.
       rules: of a recipe file, for the matrices that they match.
+      method: how linear layers are rounded where no rule says otherwise.
+      tokenizer: in place of the source's own.
       progress: wraps the sequence of tensors.
 
     Raises:
@@ -112,18 +127,25 @@ def convert(
     source, output = Path(source), Path(output)
     check_output(output)
     plan = make_conversion_plan(
-        source, quantize_type=quantize_type, block_size=block_size, symmetric=symmetric, rules=rules
+        source,
+        quantize_type=quantize_type,
+        block_size=block_size,
+        symmetric=symmetric,
+        rules=rules,
+        method=method.NAME,
     )
     reader = plan.reader
-    tokenizer = reader.tokenizer()
+    tokenizer = tokenizer or reader.tokenizer()
+    windows = _windows(plan, method, tokenizer)
     origin = SourceEntry(name=source.resolve().name, kind=reader.kind.value, fingerprint=reader.fingerprint())
-    with NativeWriter(output, hf_config=reader.hf_config, quantization=_quantization(plan), source=origin) as writer:
+    quantization = _quantization(plan, method, windows)
+    with NativeWriter(output, hf_config=reader.hf_config, quantization=quantization, source=origin) as writer:
         finished = writer.finished
         left = [parameter for parameter in plan.parameters if parameter.source not in finished]
         writer.check_space(plan.estimate(left))
         try:
-            for parameter in progress(left):
-                writer.add(make_weight(reader, parameter, plan.targets[parameter.path]))
+            for _, weight in _weights(plan, left, method, windows, progress, writer.read, writer.flush):
+                writer.add(weight)
         except KeyboardInterrupt:
             logger.warning("stopped; the same conversion run again goes on after %d tensors", len(writer.finished))
             raise
@@ -140,8 +162,46 @@ def convert(
     )
 
 
+def _windows(plan: ConversionPlan, method: MethodConfig, tokenizer: Tokenizer | None) -> np.ndarray | None:
+    """The calibration tokens of a method that takes any."""
+    if not isinstance(method, GPTQConfig):
+        return None
+    return calibrated.windows(plan.targets, method, tokenizer, max_length=plan.model.config.max_position)
+
+
+def _weights(
+    plan: ConversionPlan,
+    left: Sequence[Parameter],
+    method: MethodConfig,
+    windows: np.ndarray | None,
+    progress: Progress,
+    finished: Callable[[str], QArray | np.ndarray | None] = lambda name: None,
+    keep: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[Parameter, HostWeight]]:
+    """Makes the weights that are left; the progress bar shows each one's error in what its layer computes.
+
+    `finished` and `keep` are `calibrated.weights`'.
+    """
+    if isinstance(method, GPTQConfig) and windows is not None:
+        work = calibrated.Work(reader=plan.reader, parameters=plan.parameters, targets=plan.targets, config=method)
+        made = calibrated.weights(work, plan.model, windows, finished=finished, keep=keep)
+    else:
+        made = ((parameter, make_weight(plan.reader, parameter, plan.targets[parameter.path])) for parameter in left)
+    bar = progress(left)
+    for _, (parameter, weight) in zip(bar, made, strict=True):
+        yield parameter, weight
+        if isinstance(bar, tqdm) and weight.report.output_error is not None:
+            bar.set_postfix_str(f"{weight.report.name.removesuffix('.weight')} {weight.report.output_error:.2e}")
+
+
 def export(
-    source: str | Path, output: str | Path, output_format: str, *, progress: Progress = progress_bar, **settings: Any
+    source: str | Path,
+    output: str | Path,
+    output_format: str,
+    *,
+    method: MethodConfig = ROUND_TO_NEAREST,
+    progress: Progress = progress_bar,
+    **settings: Any,
 ) -> None:
     """Writes a checkpoint, quantized already or now, in another project's format. Not resumable.
 
@@ -149,6 +209,7 @@ def export(
       source: a folder or a file of any format; jetserve's own is carried over as it is.
       output: the Hugging Face folder to be made.
       output_format: the value of an `ExportFormat`.
+      method: `convert`'s.
       progress: wraps the sequence of tensors.
       **settings: `convert`'s.
 
@@ -156,7 +217,7 @@ def export(
       CheckpointError, ValueError: as `convert` does, and for weights that the format cannot hold.
     """
     with HuggingFaceWriter(Path(output), ExportFormat(output_format)) as writer:
-        plan = make_conversion_plan(Path(source), as_it_is=True, **settings)
+        plan = make_conversion_plan(Path(source), as_it_is=True, method=method.NAME, **settings)
         if not plan.quantizes_linears:
             raise ValueError(
                 f"{source} has no linear layer in 4 or 8 bits, and is not to get one; expected some, for that is what"
@@ -168,9 +229,11 @@ def export(
                 f"{source} is of a model whose tensors are fused, or stored by expert, in Hugging Face's checkpoints"
                 f" ({fused[0]} is part of one); writing those is not built. Convert to jetserve's format"
             )
-        for parameter in progress(plan.parameters):
-            writer.add(parameter, make_weight(plan.reader, parameter, plan.targets[parameter.path]))
-        writer.finish(plan.reader.hf_config, plan.reader.tokenizer())
+        tokenizer = plan.reader.tokenizer()
+        windows = _windows(plan, method, tokenizer)
+        for parameter, weight in _weights(plan, plan.parameters, method, windows, progress):
+            writer.add(parameter, weight)
+        writer.finish(plan.reader.hf_config, tokenizer)
     logger.info("%s is a %s checkpoint of %.1f MB", output, output_format, bytes_on_disk(Path(output)) / 1e6)
 
 
@@ -192,25 +255,30 @@ def run(config: ConvertConfig) -> int:
         "rules": None if wanted.quantize_recipe is None else read_rules(wanted.quantize_recipe),
     }
     if config.output is None:
-        print(make_conversion_plan(source, **settings).as_text())
+        print(make_conversion_plan(source, **settings, method=config.method.NAME).as_text())
     elif config.output_format is not None:
-        export(source, config.output, config.output_format, **settings)
+        export(source, config.output, config.output_format, **settings, method=config.method)
     else:
-        print(convert(source, config.output, **settings).as_text())
+        print(convert(source, config.output, **settings, method=config.method).as_text())
     return 0
 
 
-def _quantization(plan: ConversionPlan) -> QuantizationEntry:
+def _quantization(plan: ConversionPlan, method: MethodConfig, windows: np.ndarray | None) -> QuantizationEntry:
     """As the manifest tells it: `keep` of a source that has nothing to carry over is `none`."""
     recipe, reader = plan.recipe, plan.reader
-    rules = None if recipe.rules is None else json.dumps(dataclasses.asdict(recipe.rules), default=lambda e: e.value)
+    entry = QuantizationEntry(
+        type=recipe.made,
+        block_size=None,
+        symmetric=None,
+        rules=None if recipe.rules is None else json.dumps(dataclasses.asdict(recipe.rules), default=lambda e: e.value),
+        method=calibrated.describe(method, windows) if isinstance(method, GPTQConfig) and windows is not None else None,
+    )
     if recipe.linear is not None:
-        return QuantizationEntry(
-            type=recipe.made, block_size=recipe.linear.block_size, symmetric=recipe.linear.symmetric, rules=rules
-        )
+        return dataclasses.replace(entry, block_size=recipe.linear.block_size, symmetric=recipe.linear.symmetric)
+    if recipe.rules is not None:
+        return entry
     kept = recipe.quantize_type == KEEP and any(reader.quantized_bits(name) for name in reader.tensors)
-    made = recipe.made if recipe.rules is not None else KEEP if kept else NONE
-    return QuantizationEntry(type=made, block_size=None, symmetric=None, rules=rules)
+    return dataclasses.replace(entry, type=KEEP if kept else NONE)
 
 
 def bytes_on_disk(path: Path) -> int:

@@ -11,9 +11,7 @@ from absl import flags
 
 from jetserve.config import (
     CPU_ACTIVATIONS,
-    EXPORT_FORMATS,
     CacheConfig,
-    ConvertConfig,
     EngineConfig,
     InteractiveConfig,
     LogFormat,
@@ -29,7 +27,6 @@ FLAGS = flags.FLAGS
 
 QUANTIZE_TYPES = ("int8_per_channel", "int4_per_channel", "int8_blockwise", "int4_blockwise", "none", "keep")
 DEFAULT_STEP_TOKENS = 512
-NATIVE_FORMAT = "jetserve"
 NO_PORT = -1
 TASKS = ("generate", "perplexity", "benchmark")
 
@@ -244,30 +241,6 @@ def define_server() -> None:
     define(flags.DEFINE_bool, "log_requests", True, "Log a line for each request that ends; never its text.")
 
 
-def define_convert() -> None:
-    """What convert_checkpoints.py reads and writes."""
-    define(
-        flags.DEFINE_string,
-        "input_checkpoint_dir",
-        None,
-        "A Hugging Face, jetstream-pytorch or Meta folder, a GGUF file, or a hub id (unset: the default model).",
-    )
-    define(flags.DEFINE_string, "output_checkpoint_dir", None, "The folder to write; it must not exist.")
-    define_quantization()
-    define(
-        flags.DEFINE_enum,
-        "output_format",
-        NATIVE_FORMAT,
-        (NATIVE_FORMAT, *EXPORT_FORMATS),
-        "What is written: jetserve's own format, or a Hugging Face folder that vLLM and transformers load, quantized as"
-        " GPTQ (v2) or compressed-tensors.",
-    )
-    define(
-        flags.DEFINE_bool, "dry_run", False, "Print what each tensor would become and the final size; write nothing."
-    )
-    define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models.")
-
-
 def refuse_arguments(argv: Sequence[str]) -> None:
     """Words that are not flags have no meaning here.
 
@@ -278,7 +251,7 @@ def refuse_arguments(argv: Sequence[str]) -> None:
         raise ValueError(f"found {' '.join(argv[1:])!r} on the command line; expected flags, such as --name=value")
 
 
-def _quantize_type() -> str | None:
+def quantize_type() -> str | None:
     """--quantize_type, and --quantize_weights where it says more."""
     found = FLAGS.quantize_type
     if FLAGS.quantize_weights is False and FLAGS.quantize_recipe is not None:
@@ -297,7 +270,7 @@ def model_source() -> ModelSource:
     return ModelSource(
         checkpoint_path=FLAGS.checkpoint_path,
         tokenizer_path=FLAGS.tokenizer_path,
-        quantize_type=_quantize_type(),
+        quantize_type=quantize_type(),
         block_size=FLAGS.block_size,
         symmetric=FLAGS.symmetric,
         quantize_recipe=path_of(FLAGS.quantize_recipe),
@@ -414,23 +387,4 @@ def server_config() -> ServerConfig:
         cors_origins=tuple(FLAGS.cors_origins),
         log_format=LogFormat(FLAGS.log_format),
         log_requests=FLAGS.log_requests,
-    )
-
-
-def convert_config() -> ConvertConfig:
-    """From `define_convert`."""
-    if FLAGS.output_checkpoint_dir is None and not FLAGS.dry_run:
-        raise ValueError("--output_checkpoint_dir is not set; expected a folder to write that does not exist")
-    source = ModelSource(
-        checkpoint_path=FLAGS.input_checkpoint_dir,
-        quantize_type=_quantize_type(),
-        block_size=FLAGS.block_size,
-        symmetric=FLAGS.symmetric,
-        quantize_recipe=path_of(FLAGS.quantize_recipe),
-        cache_dir=Path(FLAGS.cache_dir).expanduser(),
-    )
-    return ConvertConfig(
-        source=source,
-        output=None if FLAGS.dry_run else path_of(FLAGS.output_checkpoint_dir),
-        output_format=None if FLAGS.output_format == NATIVE_FORMAT else FLAGS.output_format,
     )

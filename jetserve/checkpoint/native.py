@@ -65,6 +65,7 @@ class TensorEntry:
       zero_point: "none", "integer" or "real".
       input_order: whether rows are held in another order than that of the layer's inputs (`QArray.input_order`).
       error: relative Frobenius error of rounding; None where the source's own quantization was carried over.
+      output_error, fallback: see `TensorReport`.
       dequantized_from: the source's type, where that was quantized but could not be carried over.
     """
 
@@ -78,6 +79,8 @@ class TensorEntry:
     zero_point: str | None = None
     input_order: bool = False
     error: float | None = None
+    output_error: float | None = None
+    fallback: str | None = None
     dequantized_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -138,6 +141,8 @@ class TensorEntry:
             block_size=self.block_size,
             asked_block_size=self.asked_block_size,
             error=self.error,
+            output_error=self.output_error,
+            fallback=self.fallback,
             dequantized_from=self.dequantized_from,
         )
 
@@ -166,12 +171,14 @@ class QuantizationEntry:
 
     Where a recipe file decided, `type` is `recipe.RULES`, `rules` what stood in it as JSON, and the settings those of
     the tensors that it left.
+    `method`: name and settings of the method, the digest of its calibration tokens among them; None is plain rounding.
     """
 
     type: str
     block_size: int | None
     symmetric: bool | None
     rules: str | None = None
+    method: dict | None = None
 
     def __post_init__(self) -> None:
         if self.type not in (*TYPE_NAMES, RULES):
@@ -338,19 +345,24 @@ class NativeCheckpoint:
         ahead = 0
         for entry in self.manifest.tensors:
             self._check_part(entry.part)
-            started.append((entry, self._start(entry, context)))
+            started.append((entry, _start(self.path, entry, context)))
             ahead += entry.nbytes
             while ahead > READ_AHEAD:
                 ahead -= started[0][0].nbytes
-                yield self._finish(*started.popleft())
+                yield self._take(*started.popleft())
         while started:
-            yield self._finish(*started.popleft())
+            yield self._take(*started.popleft())
+
+    def _take(
+        self, entry: TensorEntry, reads: Mapping[str, tensorstore.Future]
+    ) -> tuple[TensorEntry, QArray | np.ndarray]:
+        return entry, _finish(self.path, entry, reads)
 
     def read_tensor(self, name: str) -> QArray | np.ndarray:
         """One of them. Raises as `read` does."""
         entry = self.tensors[name]
         self._check_part(entry.part)
-        return self._finish(entry, self._start(entry, tensorstore.Context()))[1]
+        return read_tensor(self.path, entry)
 
     def _check_part(self, number: int) -> None:
         if number in self._checked:
@@ -363,36 +375,41 @@ class NativeCheckpoint:
             )
         self._checked.add(number)
 
-    def _start(self, entry: TensorEntry, context: tensorstore.Context) -> dict[str, tensorstore.Future]:
-        folder = part_folder(self.path, entry.part)
-        reads = {}
-        for leaf, expected in entry.leaves.items():
-            with _damage_explained(folder, entry.name):
-                array = tensorstore.open(
-                    {
-                        "driver": "zarr",
-                        "kvstore": {
-                            "driver": "ocdbt",
-                            "base": {"driver": "file", "path": f"{folder.absolute()}/"},
-                            "path": f"{entry.name}.{leaf}/",
-                        },
-                    },
-                    open=True,
-                    read=True,
-                    context=context,
-                ).result()
-                found = tuple(array.shape), array.dtype.numpy_dtype
-                if found != expected:
-                    raise ValueError(f"its {leaf} are {found[1]} {found[0]}; expected {expected[1]} {expected[0]}")
-                reads[leaf] = array.read()
-        return reads
 
-    def _finish(
-        self, entry: TensorEntry, reads: Mapping[str, tensorstore.Future]
-    ) -> tuple[TensorEntry, QArray | np.ndarray]:
-        with _damage_explained(part_folder(self.path, entry.part), entry.name):
-            leaves = {leaf: read.result() for leaf, read in reads.items()}
-        return entry, QArray(**leaves, block_size=entry.block_size) if entry.bits else leaves["array"]
+def read_tensor(path: Path, entry: TensorEntry) -> QArray | np.ndarray:
+    """One tensor of a checkpoint's folder, finished or not. Raises CheckpointError if it is damaged."""
+    return _finish(path, entry, _start(path, entry, tensorstore.Context()))
+
+
+def _start(path: Path, entry: TensorEntry, context: tensorstore.Context) -> dict[str, tensorstore.Future]:
+    folder = part_folder(path, entry.part)
+    reads = {}
+    for leaf, expected in entry.leaves.items():
+        with _damage_explained(folder, entry.name):
+            array = tensorstore.open(
+                {
+                    "driver": "zarr",
+                    "kvstore": {
+                        "driver": "ocdbt",
+                        "base": {"driver": "file", "path": f"{folder.absolute()}/"},
+                        "path": f"{entry.name}.{leaf}/",
+                    },
+                },
+                open=True,
+                read=True,
+                context=context,
+            ).result()
+            found = tuple(array.shape), array.dtype.numpy_dtype
+            if found != expected:
+                raise ValueError(f"its {leaf} are {found[1]} {found[0]}; expected {expected[1]} {expected[0]}")
+            reads[leaf] = array.read()
+    return reads
+
+
+def _finish(path: Path, entry: TensorEntry, reads: Mapping[str, tensorstore.Future]) -> QArray | np.ndarray:
+    with _damage_explained(part_folder(path, entry.part), entry.name):
+        leaves = {leaf: read.result() for leaf, read in reads.items()}
+    return QArray(**leaves, block_size=entry.block_size) if entry.bits else leaves["array"]
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from jetserve.checkpoint.native import (
     from_json,
     measure,
     part_folder,
+    read_tensor,
 )
 from jetserve.checkpoint.source import HostWeight
 from jetserve.quantize.qarray import QArray
@@ -150,6 +151,11 @@ class NativeWriter:
         """The names of tensors that need not be made again."""
         return frozenset(entry.name for entry in self._progress.tensors)
 
+    def read(self, name: str) -> QArray | np.ndarray | None:
+        """A finished tensor as it is on disk; None if it is not finished. Raises CheckpointError if it is damaged."""
+        entry = next((entry for entry in self._progress.tensors if entry.name == name), None)
+        return None if entry is None else read_tensor(self._partial, entry)
+
     def check_space(self, needed: int) -> None:
         """Raises CheckpointError if the disk has fewer bytes free than what is still to be written will need."""
         free = shutil.disk_usage(self._partial).free
@@ -167,6 +173,11 @@ class NativeWriter:
         self._pending[weight.report.name] = weight
         self._pending_bytes += size
         if self._pending_bytes >= PART_BYTES:
+            self._write_part()
+
+    def flush(self) -> None:
+        """Writes what has gathered as a part, small as it may be. Raises as `_write_part` does."""
+        if self._pending:
             self._write_part()
 
     def _write_part(self) -> None:
@@ -189,8 +200,7 @@ class NativeWriter:
 
     def finish(self, tokenizer: Tokenizer | None) -> Manifest:
         """Writes what is left and the manifest, and gives the folder its name."""
-        if self._pending:
-            self._write_part()
+        self.flush()
         manifest = Manifest(
             format=FORMAT,
             format_version=FORMAT_VERSION,
@@ -267,6 +277,8 @@ def _entry(weight: HostWeight, part: int) -> TensorEntry:
         zero_point=zero_point,
         input_order=isinstance(array, QArray) and array.input_order is not None,
         error=report.error,
+        output_error=report.output_error,
+        fallback=report.fallback,
         dequantized_from=report.dequantized_from,
     )
 

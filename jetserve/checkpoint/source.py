@@ -128,7 +128,7 @@ def make_weight(reader: CheckpointReader, parameter: Parameter, target: Target) 
             target.config,
             name=name,
         )
-        return _quantized(rounded, target.config.bits, parameter, error=error, asked=target.asked_block_size)
+        return quantized_weight(rounded, target.config.bits, parameter, error=error, asked=target.asked_block_size)
     array = _floats(reader.read(name), reader, name).T
     _check_finite(array.T, reader, name)
     return HostWeight(array=array, bits=None, report=_float_report(parameter, array.dtype, info))
@@ -142,17 +142,19 @@ def _kept(kept: QArray, bits: int | None, parameter: Parameter, reader: Checkpoi
     for part in (kept.scale,) if kept.zero_point is None else (kept.scale, kept.zero_point):
         if not np.isfinite(part).all():
             raise CheckpointError(f"{where} has a scale or a zero point that is NaN or infinite; get the file again")
-    return _quantized(kept, bits, parameter)
+    return quantized_weight(kept, bits, parameter)
 
 
-def _quantized(
+def quantized_weight(
     qarray: QArray,
     bits: int,
     parameter: Parameter,
     *,
     error: float | None = None,
+    output_error: float | None = None,
     asked: int | None = None,
 ) -> HostWeight:
+    """A quantized weight with its report; the arguments are those of `TensorReport`, `asked` the block size."""
     config = dataclasses.replace(qarray.config, bits=bits)
     size = qarray.size_in_bits - qarray.values.size * (qarray.bits - bits)
     report = TensorReport(
@@ -163,6 +165,7 @@ def _quantized(
         block_size=config.block_size,
         asked_block_size=asked if asked != config.block_size else None,
         error=error,
+        output_error=output_error,
     )
     return HostWeight(array=qarray, bits=bits, report=report)
 

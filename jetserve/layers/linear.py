@@ -1,6 +1,8 @@
 """A linear layer that declares its axes once; its weight may be plain or quantized."""
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,6 +11,20 @@ from flax import nnx
 
 from jetserve.kernels import select
 from jetserve.parallel.rules import Axes
+
+Observer = Callable[[jax.Array, tuple["Linear", ...]], None]
+
+_observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("observer", default=None)
+
+
+@contextlib.contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Shows `observer` the input and the layers of every `project` that is run or traced within."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 class Linear(nnx.Module):
@@ -36,6 +52,8 @@ def project(x: jax.Array, *linears: Linear, out_dtype: jnp.dtype | None = None) 
 
     Layers that share the very variable of their input order, or have none, take one gather and one call.
     """
+    if (observer := _observer.get()) is not None:
+        observer(x, linears)
     order = linears[0].input_order
     if any(linear.input_order is not order for linear in linears):
         return [project(x, linear, out_dtype=out_dtype)[0] for linear in linears]

@@ -184,6 +184,12 @@ class Parameter:
     role: Role
     variable: nnx.Param
 
+    @property
+    def layer(self) -> int | None:
+        """The number of the layer that it is part of; None for what lies before and after the layers."""
+        found = re.search(r"\.(\d+)\.", self.path)
+        return int(found.group(1)) if found else None
+
 
 _ROLES = {"V": Role.EMBEDDING, "P": Role.FLOAT}
 """Of matrices, by their first output letter."""

@@ -193,36 +193,57 @@ def by_expert(weight: Any, experts: int) -> Any:
     return jax.tree.map(ahead, weight)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "scale_dtype"))
-def _round_to_nearest(w: jax.Array, config: QuantizationConfig, scale_dtype: jnp.dtype) -> tuple[QArray, jax.Array]:
-    """[K, N] -> (QArray in an int8 container, whether every scale is usable)."""
+def fit_range(
+    w: jax.Array, config: QuantizationConfig, *, scale_dtype: jnp.dtype = jnp.float32, shrink: jax.Array | float = 1.0
+) -> tuple[jax.Array, jax.Array | None]:
+    """The scale and zero point that let the integers span the range of every group of weights.
+
+    Args:
+      w: float32 [..., g, N], groups along g.
+      config: its bits and symmetry.
+      scale_dtype: the scale is rounded to it before the zero point is computed from it.
+      shrink: of the range, at most 1, [..., N] or a scalar; what lies outside will be clipped.
+
+    Returns:
+      scale [..., N] in `scale_dtype`, 1 for a range of zero; zero point float32 [..., N], or None if symmetric.
+    """
     low, high = INTEGER_RANGE[config.bits]
-    w = w.astype(jnp.float32)
-    if config.block_size is not None:
-        w = w.reshape(-1, config.block_size, w.shape[-1])  # [G, g, N]
     if config.symmetric:
-        value_range, steps = jnp.max(jnp.abs(w), axis=-2), high
+        # From -absmax to absmax even where all weights have one sign.
+        value_range, steps = jnp.max(jnp.abs(w), axis=-2) * shrink, high
         lowest = None
     else:
         # The range always holds 0.0, so that 0.0 stays exact and the zero point fits the integers.
-        lowest = jnp.minimum(jnp.min(w, axis=-2), 0.0)
-        value_range, steps = jnp.maximum(jnp.max(w, axis=-2), 0.0) - lowest, high - low
+        lowest = jnp.minimum(jnp.min(w, axis=-2), 0.0) * shrink
+        value_range, steps = jnp.maximum(jnp.max(w, axis=-2), 0.0) * shrink - lowest, high - low
     scale = jnp.where(value_range == 0, 1.0, value_range / steps).astype(scale_dtype)
-    # A subnormal scale counts as underflowed: devices flush it to zero, and its reciprocal overflows. They flush
-    # subnormal weights too, whose range then looks like that of zeros; their bits tell.
-    flushed = (value_range == 0) & jnp.any(jax.lax.bitcast_convert_type(w, jnp.uint32) << 1 != 0, axis=-2)
-    usable = jnp.all(jnp.isfinite(scale) & (scale >= jnp.finfo(scale_dtype).tiny) & ~flushed)
-    exact = scale.astype(jnp.float32)
-    zero_point = None if lowest is None else jnp.round(low - lowest / exact)
-    shifted = w / jnp.expand_dims(exact, -2)
+    return scale, None if lowest is None else jnp.round(low - lowest / scale.astype(jnp.float32))
+
+
+def round_to(w: jax.Array, scale: jax.Array, zero_point: jax.Array | None, bits: int) -> jax.Array:
+    """The nearest integers, half to even, as float32: w [..., g, N] with scale and zero point [..., N]."""
+    shifted = w / jnp.expand_dims(scale.astype(jnp.float32), -2)
     if zero_point is not None:
         shifted += jnp.expand_dims(zero_point, -2)
-    values = jnp.clip(jnp.round(shifted), low, high).astype(jnp.int8)
-    zero_point = None if zero_point is None else zero_point.astype(scale_dtype)
+    return jnp.clip(jnp.round(shifted), *INTEGER_RANGE[bits])
+
+
+@functools.partial(jax.jit, static_argnames=("config", "scale_dtype"))
+def _round_to_nearest(w: jax.Array, config: QuantizationConfig, scale_dtype: jnp.dtype) -> tuple[QArray, jax.Array]:
+    """[K, N] -> (QArray in an int8 container, whether every scale is usable)."""
+    w = w.astype(jnp.float32)
+    if config.block_size is not None:
+        w = w.reshape(-1, config.block_size, w.shape[-1])  # [G, g, N]
+    scale, zero_point = fit_range(w, config, scale_dtype=scale_dtype)
+    # A subnormal scale counts as underflowed: devices flush it to zero, and its reciprocal overflows. They flush
+    # subnormal weights too, whose range then looks like that of zeros; their bits tell.
+    zero = jnp.max(jnp.abs(w), axis=-2) == 0
+    flushed = zero & jnp.any(jax.lax.bitcast_convert_type(w, jnp.uint32) << 1 != 0, axis=-2)
+    usable = jnp.all(jnp.isfinite(scale) & (scale >= jnp.finfo(scale_dtype).tiny) & ~flushed)
     qarray = QArray(
-        values=values,
+        values=round_to(w, scale, zero_point, config.bits).astype(jnp.int8),
         scale=scale,
-        zero_point=zero_point,
+        zero_point=None if zero_point is None else zero_point.astype(scale_dtype),
         block_size=config.block_size,
         quantize_activation=config.quantize_activation,
     )

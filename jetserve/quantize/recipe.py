@@ -57,21 +57,21 @@ class Rule:
       pattern: a glob of the name, with or without its ".weight", where it holds `*` or `?`; a regular expression, found
         anywhere in it, where it begins with "re:"; else a part of it.
       quantize_type: one of `TYPE_NAMES`.
-      method: the name of a file in `methods/`.
+      method: the name of a file in `methods/`; None for the recipe's.
       block_size: of blockwise types; None for the default.
       symmetric: None for the default, True.
     """
 
     pattern: str
     quantize_type: str
-    method: str = ROUND_TO_NEAREST
+    method: str | None = None
     block_size: int | None = None
     symmetric: bool | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that cannot be, or could take no effect."""
         _base(self.quantize_type, self.block_size, self.symmetric, quantize_activation=False)
-        if self.method not in methods.names():
+        if self.method is not None and self.method not in methods.names():
             raise ValueError(f"method is {self.method!r}; expected one of {', '.join(methods.names())}")
         if self.pattern.startswith("re:"):
             try:
@@ -135,6 +135,7 @@ class Recipe:
       linear: of linear layers, where `quantize_type` is one of `QUANTIZE_TYPES`; else None.
       block_size: as asked for, or None if it was not. What was asked for must fit; the default adapts.
       rules: of a recipe file, for the matrices that they match; None if there is none.
+      method: of linear layers, where no rule says otherwise: the name of a file in `methods/`.
       quantize_activation: whether linear layers quantize their other operand as they run.
     """
 
@@ -142,6 +143,7 @@ class Recipe:
     linear: QuantizationConfig | None = None
     block_size: int | None = None
     rules: Rules | None = None
+    method: str = ROUND_TO_NEAREST
     quantize_activation: bool = False
 
     @classmethod
@@ -153,6 +155,7 @@ class Recipe:
         symmetric: bool | None = None,
         quantize_activation: bool = False,
         rules: Rules | None = None,
+        method: str = ROUND_TO_NEAREST,
         source_quantized: bool,
     ) -> "Recipe":
         """The recipe that a user's settings ask for; None everywhere means "unset".
@@ -175,6 +178,7 @@ class Recipe:
             linear=linear,
             block_size=block_size if linear is not None else None,
             rules=rules,
+            method=method,
             quantize_activation=quantize_activation,
         )
 
@@ -194,11 +198,13 @@ class Recipe:
         activation = self.quantize_activation and parameter.role is Role.LINEAR
         if rule is not None:
             config = _base(rule.quantize_type, rule.block_size, rule.symmetric, activation)
-            quantize_type, asked, method = rule.quantize_type, rule.block_size, rule.method
+            quantize_type, asked, method = rule.quantize_type, rule.block_size, rule.method or self.method
         elif self.linear is not None and parameter.role is Role.EMBEDDING:
             config, quantize_type, asked, method = EMBEDDING_CONFIG, self.quantize_type, None, ROUND_TO_NEAREST
         else:
-            config, quantize_type, asked, method = self.linear, self.quantize_type, self.block_size, ROUND_TO_NEAREST
+            config, quantize_type, asked, method = self.linear, self.quantize_type, self.block_size, self.method
+        if parameter.role is not Role.LINEAR:
+            method = ROUND_TO_NEAREST
         if config is None:
             action = Action.KEEP if quantize_type == KEEP else Action.FLOAT
             return Target(action=action, quantize_activation=activation and action is Action.KEEP)
@@ -214,8 +220,14 @@ class Recipe:
         """What every parameter becomes, by its path, decided before anything is read.
 
         Raises:
-          ValueError: as `target_for` and `Rules.assign` do.
+          ValueError: as `target_for` and `Rules.assign` do, and for rules with a method that nothing is known for.
         """
+        for rule in () if self.rules is None else self.rules.rules:
+            if rule.method not in (None, ROUND_TO_NEAREST, self.method):
+                raise ValueError(
+                    f"{rule.pattern!r} of the recipe has method {rule.method}, which takes calibration text: convert"
+                    f" with --quantize_method={rule.method}"
+                )
         matrices = [parameter.source for parameter in parameters if parameter.role is not Role.FLOAT]
         rules = {} if self.rules is None else self.rules.assign(matrices)
         return {parameter.path: self.target_for(parameter, rules.get(parameter.source)) for parameter in parameters}

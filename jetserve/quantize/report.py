@@ -18,6 +18,9 @@ class TensorReport:
       block_size: None where there are no blocks.
       asked_block_size: where it was rounded with another one than asked for, because that does not divide it.
       error: relative Frobenius error of rounding; None where nothing was rounded.
+      output_error: of a calibrated method: the mean square of what rounding changed in the products with the inputs,
+        over that of the products.
+      fallback: why it was rounded to nearest where a calibrated method was asked for.
       dequantized_from: the source's type, where that was quantized but became a float.
     """
 
@@ -28,6 +31,8 @@ class TensorReport:
     block_size: int | None = None
     asked_block_size: int | None = None
     error: float | None = None
+    output_error: float | None = None
+    fallback: str | None = None
     dequantized_from: str | None = None
 
 
@@ -74,6 +79,10 @@ class WeightReport:
         """Source types that could not be carried over -> the number of tensors made floats."""
         return dict(collections.Counter(t.dequantized_from for t in self.tensors if t.dequantized_from is not None))
 
+    def fallbacks(self) -> dict[str, int]:
+        """Why tensors were rounded to nearest where a calibrated method was asked for -> their number."""
+        return dict(collections.Counter(t.fallback for t in self.tensors if t.fallback is not None))
+
     def worst(self, count: int) -> list[TensorReport]:
         """The tensors of the largest rounding errors."""
         rounded = [tensor for tensor in self.tensors if tensor.error is not None]
@@ -98,5 +107,9 @@ class WeightReport:
                 for (asked, used), count in self.changed_block_sizes().items()
             ],
             "dequantized": self.dequantized(),
-            "worst": [{"name": tensor.name, "error": tensor.error} for tensor in self.worst(5)],
+            "fallbacks": self.fallbacks(),
+            "worst": [
+                {"name": tensor.name, "error": tensor.error, "output_error": tensor.output_error}
+                for tensor in self.worst(5)
+            ],
         }

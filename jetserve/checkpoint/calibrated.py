@@ -1,0 +1,206 @@
+"""From a source's tensors to a model's weights by a method that looks at what the weights' inputs are like.
+
+Goes through the model layer by layer, with the weights of one layer in memory. Each group of weights is rounded after
+those before it, so that what its inputs are like holds the errors made so far. Owns that order, and what happens to
+weights that the method cannot do: they are rounded to nearest, and say so.
+"""
+
+import collections
+import dataclasses
+import enum
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jetserve.checkpoint.base import CheckpointReader
+from jetserve.checkpoint.source import HostWeight, make_weight, quantized_weight
+from jetserve.config import GPTQConfig
+from jetserve.models.base import Model, Parameter
+from jetserve.quantize.calibrate import Calibration, linears
+from jetserve.quantize.dataset import calibration_windows
+from jetserve.quantize.methods import gptq
+from jetserve.quantize.qarray import QUANTIZE_TYPES, QArray, by_expert, dequantize
+from jetserve.quantize.recipe import Target
+from jetserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+NEVER_MET = "no linear layer was seen to take it"
+NOT_DEFINITE = "no damping makes the second moment of its inputs positive definite"
+UNBOUNDED = "its weights grow beyond all bounds"
+
+Finished = Callable[[str], QArray | np.ndarray | None]
+"""The weight of a name if an earlier run finished it, else None."""
+Made = tuple[Parameter, HostWeight]
+
+
+def windows(
+    targets: Mapping[str, Target], config: GPTQConfig, tokenizer: Tokenizer | None, *, max_length: int
+) -> np.ndarray:
+    """The calibration tokens, int32 [S, L].
+
+    Raises:
+      ValueError: as `calibration_windows`, and if there is nothing that the method could do.
+    """
+    if not any(target.method == config.NAME for target in targets.values()):
+        raise ValueError(
+            f"method {config.NAME} rounds linear layers, but none of them is to be rounded by it; ask for one of"
+            f" {', '.join(QUANTIZE_TYPES)} with --quantize_type"
+        )
+    if tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer beside it, which calibration text takes")
+    return calibration_windows(config.calibration, tokenizer, max_length=max_length)
+
+
+def describe(config: GPTQConfig, tokens: np.ndarray) -> dict[str, Any]:
+    """The method for a manifest; what only decides how a conversion ends is left out."""
+    options = dataclasses.asdict(gptq.Options.of(config))
+    return {
+        "name": config.NAME,
+        **{name: value.value if isinstance(value, enum.Enum) else value for name, value in options.items()},
+        "samples": tokens.shape[0],
+        "length": tokens.shape[1],
+        "tokens_sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is to be made of what.
+
+    Attributes:
+      reader: the source.
+      parameters: of the model.
+      targets: what every parameter becomes, by its path.
+      config: of the method.
+    """
+
+    reader: CheckpointReader
+    parameters: Sequence[Parameter]
+    targets: Mapping[str, Target]
+    config: GPTQConfig
+
+    def to_nearest(self, parameter: Parameter) -> HostWeight:
+        """A weight without the method."""
+        return make_weight(self.reader, parameter, self.targets[parameter.path])
+
+
+def weights(
+    work: Work, model: Model, tokens: np.ndarray, *, finished: Finished, keep: Callable[[], None]
+) -> Iterator[Made]:
+    """Makes every weight of a model that is not finished.
+
+    Args:
+      work: what is to be made.
+      model: that `work.parameters` are of, without memory. Its layers are given their weights one by one, and lose
+        them again.
+      tokens: of calibration, int32 [S, L].
+      finished: what need not be made again.
+      keep: called when all that was yielded is worth being kept: after each layer.
+
+    Raises:
+      CheckpointError, ValueError: as `make_weight`; with `strict` also for a weight that the method cannot do.
+    """
+    by_layer = collections.defaultdict(list)
+    for parameter in work.parameters:
+        by_layer[parameter.layer].append(parameter)
+    outside = by_layer.pop(None, [])
+    yield from _plainly(outside, work, finished)
+    calibration = Calibration(model, tokens)
+    _forget(p for p in outside if p.axes is not None)
+    for number, layer in enumerate(calibration.layers):
+        yield from _layer(layer, by_layer[number], calibration, work, finished)
+        keep()
+        if number + 1 < len(calibration.layers):
+            calibration.advance(layer)
+        _forget(by_layer[number])
+
+
+def _plainly(parameters: Sequence[Parameter], work: Work, finished: Finished) -> Iterator[Made]:
+    """Weights that the method has nothing to do with, each made and given to the model."""
+    for parameter in parameters:
+        found = finished(parameter.source)
+        if found is None:
+            weight = work.to_nearest(parameter)
+            found = weight.array
+            yield parameter, weight
+        _give(parameter, found)
+
+
+def _layer(
+    layer: nnx.Module, parameters: Sequence[Parameter], calibration: Calibration, work: Work, finished: Finished
+) -> Iterator[Made]:
+    left = {p.path for p in parameters if work.targets[p.path].method == work.config.NAME}
+    yield from _plainly([p for p in parameters if p.path not in left], work, finished)
+    for parameter in parameters:
+        if parameter.path in left:
+            found = finished(parameter.source)
+            if found is not None:
+                left.remove(parameter.path)
+            _give(parameter, work.reader.read(parameter.source).T if found is None else found)
+    by_variable = {id(p.variable): p for p in parameters}
+    modules = linears(layer)
+    for number, stage in enumerate(calibration.stages(layer)):
+        group = [by_variable[id(modules[path].weight)] for path in stage]
+        group = [p for p in group if p.path in left]
+        if group:
+            left -= {p.path for p in group}
+            yield from _group(group, calibration.second_moment(layer, number), work)
+    for parameter in parameters:
+        if parameter.path in left:
+            yield parameter, _fall_back(parameter, NEVER_MET, work)
+
+
+def _group(parameters: Sequence[Parameter], hessian: jax.Array, work: Work) -> Iterator[Made]:
+    """Weights that take the same input."""
+    options = gptq.Options.of(work.config)
+    factor = gptq.factorize(hessian, options)
+    for parameter in parameters:
+        config = work.targets[parameter.path].config
+        assert config is not None
+        w = parameter.variable.get_value()
+        rounded = None if factor is None else gptq.quantize_matrix(w, factor, config, options)
+        if rounded is None:
+            weight = _fall_back(parameter, NOT_DEFINITE if factor is None else UNBOUNDED, work)
+        else:
+            weight = quantized_weight(
+                jax.tree.map(np.asarray, rounded),
+                config.bits,
+                parameter,
+                error=float(_relative_error(w, rounded)),
+                output_error=float(gptq.output_error(w, rounded, hessian)),
+                asked=work.targets[parameter.path].asked_block_size,
+            )
+        _give(parameter, weight.array)
+        yield parameter, weight
+
+
+def _fall_back(parameter: Parameter, reason: str, work: Work) -> HostWeight:
+    if work.config.strict:
+        raise ValueError(f"{parameter.source} cannot be done by GPTQ: {reason}. Without --strict it would be rounded")
+    logger.warning("%s is rounded to nearest: %s", parameter.source, reason)
+    weight = work.to_nearest(parameter)
+    return dataclasses.replace(weight, report=dataclasses.replace(weight.report, fallback=reason))
+
+
+@jax.jit
+def _relative_error(w: jax.Array, rounded: QArray) -> jax.Array:
+    return jnp.linalg.norm(dequantize(rounded) - w) / jnp.maximum(jnp.linalg.norm(w), 1e-30)
+
+
+def _give(parameter: Parameter, array: QArray | np.ndarray) -> None:
+    """Gives the model a weight in float32, for the layers before and after it to be run."""
+    w = dequantize(array) if isinstance(array, QArray) else jnp.asarray(np.asarray(array, np.float32))
+    experts = None if parameter.axes is None else parameter.axes.experts
+    parameter.variable.set_value(w if experts is None else by_expert(w, experts))
+
+
+def _forget(parameters: Iterator[Parameter] | Sequence[Parameter]) -> None:
+    for parameter in parameters:
+        parameter.variable.set_value(jax.ShapeDtypeStruct(parameter.variable.get_value().shape, jnp.float32))

@@ -1,0 +1,144 @@
+"""The command line of `convert_checkpoints.py`, in `flags`' way."""
+
+from pathlib import Path
+
+from absl import flags
+
+from jetserve.config import (
+    EXPORT_FORMATS,
+    ROUND_TO_NEAREST,
+    CalibrationConfig,
+    Clip,
+    ConvertConfig,
+    GPTQConfig,
+    MethodConfig,
+    ModelSource,
+    RTNConfig,
+)
+from jetserve.default_model import default_cache_dir
+from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize_type
+
+METHODS = (RTNConfig.NAME, GPTQConfig.NAME)
+NATIVE_FORMAT = "jetserve"
+CALIBRATION_FLAGS = ("calibration_file", "calibration_samples", "calibration_length")
+GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "clip", "strict")
+
+
+def define_convert() -> None:
+    """What convert_checkpoints.py reads and writes."""
+    define(
+        flags.DEFINE_string,
+        "input_checkpoint_dir",
+        None,
+        "A Hugging Face, jetstream-pytorch or Meta folder, a GGUF file, or a hub id (unset: the default model).",
+    )
+    define(flags.DEFINE_string, "output_checkpoint_dir", None, "The folder to write; it must not exist.")
+    define_quantization()
+    define_method()
+    define(
+        flags.DEFINE_enum,
+        "output_format",
+        NATIVE_FORMAT,
+        (NATIVE_FORMAT, *EXPORT_FORMATS),
+        "What is written: jetserve's own format, or a Hugging Face folder that vLLM and transformers load, quantized as"
+        " GPTQ (v2) or compressed-tensors.",
+    )
+    define(
+        flags.DEFINE_bool, "dry_run", False, "Print what each tensor would become and the final size; write nothing."
+    )
+    define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models.")
+
+
+def define_method() -> None:
+    """How linear layers are rounded."""
+    define(
+        flags.DEFINE_enum,
+        "quantize_method",
+        "rtn",
+        METHODS,
+        "How linear layers are rounded. rtn: to nearest. gptq: so that what a layer computes of calibration text"
+        " changes little; takes minutes.",
+    )
+    define(flags.DEFINE_string, "calibration_file", None, "gptq: plain text, or JSONL with a text, prompt or messages.")
+    define(
+        flags.DEFINE_integer,
+        "calibration_samples",
+        None,
+        "gptq: windows of the text (unset: up to 128, as many as there are).",
+        lower_bound=1,
+    )
+    define(
+        flags.DEFINE_integer,
+        "calibration_length",
+        None,
+        "gptq: tokens a window (unset: 2048, or what the model was made for if that is less).",
+        lower_bound=1,
+    )
+    define(flags.DEFINE_bool, "gptq_act_order", False, "gptq: round the rows with the largest inputs first.")
+    define(
+        flags.DEFINE_bool,
+        "gptq_static_groups",
+        None,
+        "gptq: take the scales of blocks from the weights as they were (unset: with --gptq_act_order, where they must"
+        " be).",
+    )
+    define(
+        flags.DEFINE_float,
+        "gptq_damping",
+        None,
+        "gptq: added to the diagonal of the inputs' second moment, in units of its mean (unset: 0.01).",
+    )
+    define(
+        flags.DEFINE_enum,
+        "clip",
+        None,
+        [clip.value for clip in Clip],
+        "gptq: how scales are chosen. none: to span the range of the weights. mse: for the least squared error (unset:"
+        " none).",
+    )
+    define(flags.DEFINE_bool, "strict", False, "gptq: a weight that cannot be done is an error, and not just rounded.")
+
+
+def convert_config() -> ConvertConfig:
+    """From `define_convert`."""
+    if FLAGS.output_checkpoint_dir is None and not FLAGS.dry_run:
+        raise ValueError("--output_checkpoint_dir is not set; expected a folder to write that does not exist")
+    source = ModelSource(
+        checkpoint_path=FLAGS.input_checkpoint_dir,
+        quantize_type=quantize_type(),
+        block_size=FLAGS.block_size,
+        symmetric=FLAGS.symmetric,
+        quantize_recipe=path_of(FLAGS.quantize_recipe),
+        cache_dir=Path(FLAGS.cache_dir).expanduser(),
+    )
+    return ConvertConfig(
+        source=source,
+        output=None if FLAGS.dry_run else path_of(FLAGS.output_checkpoint_dir),
+        output_format=None if FLAGS.output_format == NATIVE_FORMAT else FLAGS.output_format,
+        method=method_config(),
+    )
+
+
+def method_config() -> MethodConfig:
+    """From `define_method`."""
+    if FLAGS.quantize_method == "rtn":
+        for name in (*CALIBRATION_FLAGS, *GPTQ_FLAGS):
+            if FLAGS[name].present:
+                raise ValueError(
+                    f"--{name} belongs to --quantize_method=gptq, but the method is rtn; drop one of the two"
+                )
+        return ROUND_TO_NEAREST
+    if FLAGS.calibration_file is None:
+        raise ValueError("--calibration_file is not set; --quantize_method=gptq takes a text of the model's own kind")
+    if FLAGS.gptq_act_order and FLAGS.gptq_static_groups is False:
+        raise ValueError("--gptq_static_groups=False contradicts --gptq_act_order; drop one of the two")
+    return GPTQConfig(
+        calibration=CalibrationConfig(
+            file=path_of(FLAGS.calibration_file), samples=FLAGS.calibration_samples, length=FLAGS.calibration_length
+        ),
+        clip=Clip(FLAGS.clip or Clip.NONE.value),
+        act_order=FLAGS.gptq_act_order,
+        static_groups=bool(FLAGS.gptq_static_groups),
+        damping=GPTQConfig.damping if FLAGS.gptq_damping is None else FLAGS.gptq_damping,
+        strict=FLAGS.strict,
+    )

@@ -1,0 +1,44 @@
+"""Scales that clip: narrower than the range of the weights where that makes their squared error smaller.
+
+Owns the search for the range of every group. Knows nothing of where the importance of an input comes from.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jetserve.quantize.qarray import QuantizationConfig, fit_range, round_to
+
+SMALLEST_RANGE = 0.5
+"""Of the weights' own range, that is tried."""
+TRIES = 50
+
+
+def search(
+    w: jax.Array, importance: jax.Array | None, config: QuantizationConfig
+) -> tuple[jax.Array, jax.Array | None]:
+    """The scale and zero point of every group with the least sum of squared errors.
+
+    Args:
+      w: float32 [..., g, N], groups along g.
+      importance: of the error of each weight, 0 or more, [..., g]; None for all alike.
+      config: its bits and symmetry.
+
+    Returns:
+      scale and zero point as `fit_range` returns them.
+    """
+    weight = jnp.ones(w.shape[:-1]) if importance is None else importance
+
+    def error(scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
+        values = round_to(w, scale, zero_point, config.bits)
+        if zero_point is not None:
+            values -= jnp.expand_dims(zero_point, -2)
+        difference = values * jnp.expand_dims(scale, -2) - w
+        return jnp.einsum("...gn,...g->...n", difference * difference, weight)
+
+    def attempt(i: jax.Array, best: tuple) -> tuple:
+        scale, zero_point = fit_range(w, config, shrink=1.0 - (1.0 - SMALLEST_RANGE) * i / TRIES)
+        found = (scale, zero_point, error(scale, zero_point))
+        return jax.tree.map(lambda new, old: jnp.where(found[2] < best[2], new, old), found, best)
+
+    scale, zero_point = fit_range(w, config)
+    return jax.lax.fori_loop(1, TRIES + 1, attempt, (scale, zero_point, error(scale, zero_point)))[:2]
