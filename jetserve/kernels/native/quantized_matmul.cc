@@ -24,8 +24,9 @@ namespace {
 
 constexpr int kStep = 32;
 constexpr int kMaxRows = 4;  // that share the loading of a weight
+constexpr int kTiles = 2;    // that share the loading of an activation
 constexpr int kAhead = 1024;  // bytes that weights are fetched ahead of their use
-constexpr int kPanel = 256;  // vectors that are unpacked at once, to stay in the nearest cache
+constexpr int kPanel = 256;  // vectors of a tile that are unpacked at once, to stay in the nearest cache
 
 struct Weight {
   Weight(const uint8_t* data, int64_t N, int64_t steps, int64_t block_steps, int bits, bool is_half, bool has_offset)
@@ -41,7 +42,7 @@ struct Weight {
   bool is_half, has_offset;
   const float* bias = nullptr;  // [N], or null
   float* y = nullptr;           // [T, N]
-  const float* sums = nullptr;  // [T, G], of x over the blocks; null without offsets
+  const float* sums = nullptr;  // of x over the blocks, as `BlockSums` lays them out; null without offsets
 
   VecF Scale(const uint8_t* block) const { return is_half ? LoadHalf(block) : LoadF(reinterpret_cast<const float*>(block)); }
   VecF Offset(const uint8_t* block) const { return Scale(block + kLanes * (is_half ? 2 : 4)); }
@@ -54,14 +55,17 @@ inline void Clear(V (&vectors)[n]) {
   for (int i = 0; i < n; ++i) vectors[i] = V{}, Settle(vectors[i]);
 }
 
-// How activations are held, and the arithmetic that goes with it. An instance is the sums of n rows over one step.
+// How activations are held, and the arithmetic that goes with it. An instance is n sums over one step.
 //   Value: an activation. kGroup: k's that one 32-bit lane of a vector of weights holds, so kVectors a step.
-//   ForVectors(step, f): f(j, v) for every vector of a step. Add(i, j, v, x): meets vector j of a step of weights with the same k's of row i. Sum(i): the total.
+//   ForVectors(step, f): f(j, v) for every vector of a step.
+//   Add(i, j, v, x): meets vector j of a step of weights with the same k's of a row, for sum i. Sum(i): the total.
+//   kBlocksAreShort: whether blocks of one step are so common that they have code of their own.
 
 template <int n>
 struct Int8 {
   using Value = int8_t;
   static constexpr int kBits = 4, kGroup = 4, kVectors = 8;
+  static constexpr bool kBlocksAreShort = true;
   static constexpr float kTop = 127;
 
 #if defined(JETSERVE_VNNI)
@@ -121,6 +125,7 @@ template <int n>
 struct Int16 {
   using Value = int16_t;
   static constexpr int kBits = 8, kGroup = 2, kVectors = 16;
+  static constexpr bool kBlocksAreShort = false;
   static constexpr float kTop = 32767;
   VecI sums[n];  // at most 32 * 128 * 32,767 < 2^27
   Int16() { Clear(sums); }
@@ -152,6 +157,7 @@ struct Float {
   struct Rows {
     using Value = float;
     static constexpr int kBits = kWeightBits, kGroup = 1, kVectors = 32;
+    static constexpr bool kBlocksAreShort = false;
     static constexpr int kChains = 8 / n > 0 ? 8 / n : 1;  // sums that do not wait for each other
     VecF sums[n * kChains];
     Rows() { Clear(sums); }
@@ -187,13 +193,22 @@ struct Float {
   };
 };
 
-// Rows of x as the arithmetic wants them, padded to whole steps.
+// x as the arithmetic wants it. Rows lie in groups of `rows`, the last one padded; within a group a step of 32 of each
+// row follows the same one of the row before, so that one pointer walks them all.
 template <typename Value>
 struct Activations {
-  int64_t stride;               // from row to row, of values
-  std::vector<Value> values;    // [T, stride]: K padded to whole steps, then to what keeps rows apart in the cache
-  std::vector<float> scale;     // [T, K / 32]; none for float
-  std::vector<float> step_sum;  // [T, K / 32], of x as the values say it
+  int64_t T, steps, rows;
+  std::vector<Value> values;    // [groups, steps, rows, 32], K padded to whole steps
+  std::vector<float> scale;     // [groups, steps, rows]; none for float
+  std::vector<float> step_sum;  // [groups, steps, rows], of x as the values say it
+
+  Activations(int64_t T, int64_t steps)
+      : T(T), steps(steps), rows(std::min<int64_t>(T == 3 ? 4 : T, kMaxRows)), values(Groups() * steps * rows * kStep),
+        scale(std::is_same_v<Value, float> ? 0 : Groups() * steps * rows), step_sum(Groups() * steps * rows) {}
+
+  int64_t Groups() const { return (T + rows - 1) / rows; }
+  // Of a step of row t, among all steps of all rows.
+  int64_t Index(int64_t t, int64_t step) const { return (t / rows * steps + step) * rows + t % rows; }
 };
 
 // Rounds to the nearest integer, to even where two are as near. |x| < 2^22.
@@ -224,18 +239,14 @@ void QuantizeStep(const float* x, Value* values, float* scale, float* sum) {
   *sum = *scale * static_cast<float>(whole);
 }
 
-// At least `count` values, an odd number of cache lines: rows that lie a multiple of a page apart drive each other out.
-inline int64_t RowStride(int64_t count, int64_t size) { return ((count * size + 63) / 64 | 1) * 64 / size; }
-
 template <template <int> typename Rows>
 Activations<typename Rows<1>::Value> Prepare(ffi::ThreadPool& pool, const float* x, int64_t T, int64_t K) {
   using Value = typename Rows<1>::Value;
   constexpr bool kIsFloat = std::is_same_v<Value, float>;
-  const int64_t steps = (K + kStep - 1) / kStep, stride = RowStride(steps * kStep, sizeof(Value));
-  Activations<Value> out{stride, std::vector<Value>(T * stride), std::vector<float>(kIsFloat ? 0 : T * steps),
-                         std::vector<float>(T * steps)};
+  Activations<Value> out(T, (K + kStep - 1) / kStep);
   ForRows(pool, T, [&](int64_t t) {
-    for (int64_t s = 0; s < steps; ++s) {
+    for (int64_t s = 0; s < out.steps; ++s) {
+      const int64_t index = out.Index(t, s);
       const int64_t valid = std::min<int64_t>(kStep, K - s * kStep);
       const float* from = x + t * K + s * kStep;
       float padded[kStep];
@@ -243,27 +254,26 @@ Activations<typename Rows<1>::Value> Prepare(ffi::ThreadPool& pool, const float*
         std::fill(std::copy_n(from, valid, padded), padded + kStep, 0.0f);
         from = padded;
       }
-      Value* to = &out.values[t * stride + s * kStep];
+      Value* to = &out.values[index * kStep];
       if constexpr (kIsFloat) {
         std::copy_n(from, kStep, to);
         VecF sum = {};
         for (int i = 0; i < kStep; i += kLanes) sum += LoadF(from + i);
-        out.step_sum[t * steps + s] = Sum(sum);
+        out.step_sum[index] = Sum(sum);
       } else {
-        QuantizeStep<Value, static_cast<int>(Rows<1>::kTop)>(from, to, &out.scale[t * steps + s], &out.step_sum[t * steps + s]);
+        QuantizeStep<Value, static_cast<int>(Rows<1>::kTop)>(from, to, &out.scale[index], &out.step_sum[index]);
       }
     }
   });
   return out;
 }
 
-// Sums over blocks from those over steps, in `room` where the two differ.
-const float* BlockSums(const std::vector<float>& step_sum, int64_t block_steps, std::vector<float>& room) {
-  if (block_steps == 1) return step_sum.data();
-  room.resize(step_sum.size() / block_steps);
-  for (size_t i = 0; i < room.size(); ++i) {
-    for (int64_t s = 0; s < block_steps; ++s) room[i] += step_sum[i * block_steps + s];
-  }
+// Sums over blocks [groups, G, rows] from those over steps, in `room` where the two differ.
+template <typename Value>
+const float* BlockSums(const Activations<Value>& x, int64_t block_steps, std::vector<float>& room) {
+  if (block_steps == 1) return x.step_sum.data();
+  room.resize(x.step_sum.size() / block_steps);
+  for (size_t i = 0; i < x.step_sum.size(); ++i) room[i / x.rows / block_steps * x.rows + i % x.rows] += x.step_sum[i];
   return room.data();
 }
 
@@ -280,63 +290,92 @@ inline VecF Get(const float* y, int64_t columns) {
   return value;
 }
 
-// One tile of columns for R rows, over steps [first, last) of K. Adds to y, which the first panel sets.
+// C tiles of columns for a group of R rows, over steps [first, last) of K. Adds to y, which the first panel sets.
 //
-// `unpacked` holds the vectors of those steps, if `kIsUnpacked`; else they are unpacked on the way, which a few rows do
-// not make worth storing.
-template <template <int> typename Rows, int R, bool kIsUnpacked>
-void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t t, int64_t first,
+// `unpacked` holds the vectors of those steps, kPanel apart from tile to tile, if `kIsUnpacked`; else they are unpacked
+// on the way, which a few rows do not make worth storing. `kIsOneStep`: a block is one step.
+template <template <int> typename Rows, int R, int C, bool kIsUnpacked, bool kIsOneStep>
+void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group, int64_t first,
           int64_t last, const VecI* unpacked) {
-  using Kind = Rows<R>;
+  using Kind = Rows<R * C>;
   constexpr bool kIsFloat = std::is_same_v<typename Kind::Value, float>;
-  const int64_t columns = std::min<int64_t>(kLanes, w.N - tile * kLanes);
-  const typename Kind::Value* values[R];
-  const float *scale[R], *sum[R];
-  VecF total[R];
-  for (int r = 0; r < R; ++r) {
-    values[r] = x.values.data() + (t + r) * x.stride;
-    if constexpr (!kIsFloat) scale[r] = x.scale.data() + (t + r) * w.steps;
-    sum[r] = w.has_offset ? w.sums + (t + r) * w.blocks : nullptr;
-    if (first) total[r] = Get(w.y + (t + r) * w.N + tile * kLanes, columns);
-    else total[r] = w.bias ? Get(w.bias + tile * kLanes, columns) : VecF{};
+  const int64_t columns = std::min<int64_t>(kLanes, w.N - (tile + C - 1) * kLanes);  // of the last tile
+  const int64_t rows = std::min<int64_t>(R, x.T - group * R);
+  auto at = [&](float* y, int r, int c) { return y + (group * R + r) * w.N + (tile + c) * kLanes; };
+  auto width = [&](int c) { return c < C - 1 ? kLanes : columns; };
+  VecF total[R * C];
+  for (int c = 0; c < C; ++c) {
+    const VecF bias = w.bias && !first ? Get(w.bias + (tile + c) * kLanes, width(c)) : VecF{};
+    for (int r = 0; r < R; ++r) total[r * C + c] = first && r < rows ? Get(at(w.y, r, c), width(c)) : bias;
   }
   int64_t step = first, g = first / w.block_steps;
+  const typename Kind::Value* values = x.values.data() + (group * w.steps + first) * R * kStep;
+  const float* scale = x.scale.data() + (group * w.steps + first) * R;
+  const float* sum = w.has_offset ? w.sums + (group * w.blocks + g) * R : nullptr;
   const uint8_t* block = w.data + tile * w.tile_bytes + g * w.block_bytes;
   for (; step < last; ++g, block += w.block_bytes) {
-    const int64_t block_start = g * w.block_steps, block_end = block_start + w.block_steps, end = std::min(last, block_end);
+    const int64_t block_start = g * w.block_steps, block_end = block_start + w.block_steps;
+    const int64_t end = kIsOneStep ? step + 1 : std::min(last, block_end);
     const uint8_t* packed = block + w.head_bytes + (step - block_start) * w.step_bytes;
-    VecF part[R];
-    Clear(part);
-    for (; step < end; ++step) {
+    VecF part[R * C];
+    if constexpr (!kIsOneStep) Clear(part);
+    for (; step < end; ++step, values += R * kStep, scale += R) {
       Kind dots;
-      auto add = [&](int j, VecI v) __attribute__((always_inline)) {
+      auto add = [&](int j, int c, VecI v) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) dots.Add(r, j, v, values[r] + step * kStep + j * Kind::kGroup);
+        for (int r = 0; r < R; ++r) dots.Add(r * C + c, j, v, values + r * kStep + j * Kind::kGroup);
       };
       if constexpr (kIsUnpacked) {
 #pragma GCC unroll 32
-        for (int j = 0; j < Kind::kVectors; ++j) add(j, unpacked[j]);
+        for (int j = 0; j < Kind::kVectors; ++j) {
+#pragma GCC unroll 2
+          for (int c = 0; c < C; ++c) add(j, c, unpacked[c * kPanel + j]);
+        }
         unpacked += Kind::kVectors;
       } else {
+        static_assert(C == 1);
         for (int64_t i = 0; i < w.step_bytes; i += 64) __builtin_prefetch(packed + kAhead + i);
-        Kind::ForVectors(packed, add);
+        Kind::ForVectors(packed, [&](int j, VecI v) __attribute__((always_inline)) { add(j, 0, v); });
         packed += w.step_bytes;
       }
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        const VecF s = kIsOneStep ? w.Scale(block + c * w.tile_bytes) : VecF{};
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        if constexpr (kIsFloat) part[r] += dots.Sum(r);
-        else part[r] += dots.Sum(r) * scale[r][step];
+        for (int r = 0; r < R; ++r) {
+          const int i = r * C + c;
+          if constexpr (kIsFloat) part[i] += dots.Sum(i);
+          else if constexpr (kIsOneStep) total[i] += dots.Sum(i) * s * scale[r];
+          else part[i] += dots.Sum(i) * scale[r];
+        }
       }
     }
-    const VecF s = w.Scale(block);
+    for (int c = 0; c < C; ++c) {
+      if constexpr (!kIsOneStep) {
+        const VecF s = w.Scale(block + c * w.tile_bytes);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) total[r] += part[r] * s;
-    if (!w.has_offset || step < block_end) continue;
-    const VecF o = w.Offset(block);
+        for (int r = 0; r < R; ++r) total[r * C + c] += part[r * C + c] * s;
+      }
+      if (!w.has_offset || step < block_end) continue;
+      const VecF o = w.Offset(block + c * w.tile_bytes);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) total[r] += o * sum[r][g];
+      for (int r = 0; r < R; ++r) total[r * C + c] += o * sum[r];
+    }
+    sum += R;
   }
-  for (int r = 0; r < R; ++r) Put(w.y + (t + r) * w.N + tile * kLanes, total[r], columns);
+  for (int r = 0; r < rows; ++r) {
+    for (int c = 0; c < C; ++c) Put(at(w.y, r, c), total[r * C + c], width(c));
+  }
+}
+
+// `Tile` for the blocks that the weight has.
+template <template <int> typename Rows, int R, int C, bool kIsUnpacked>
+void AnyTile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group, int64_t first,
+             int64_t last, const VecI* unpacked) {
+  if constexpr (Rows<1>::kBlocksAreShort) {
+    if (w.block_steps == 1) return Tile<Rows, R, C, kIsUnpacked, true>(w, tile, x, group, first, last, unpacked);
+  }
+  Tile<Rows, R, C, kIsUnpacked, false>(w, tile, x, group, first, last, unpacked);
 }
 
 // The vectors of steps [first, last) of a tile.
@@ -353,45 +392,51 @@ void Unpack(const Weight& w, int64_t tile, int64_t first, int64_t last, VecI* ou
   }
 }
 
-// One tile for rows [t0, t1).
-template <template <int> typename Rows>
-void TileRows(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t t0, int64_t t1) {
-  if (t1 - t0 == 1) return Tile<Rows, 1, false>(w, tile, x, t0, 0, w.steps, nullptr);
-  if (t1 - t0 == 2) return Tile<Rows, 2, false>(w, tile, x, t0, 0, w.steps, nullptr);
+// C tiles for groups [group, last_group) of rows.
+template <template <int> typename Rows, int C>
+void TileGroups(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group,
+                int64_t last_group) {
   constexpr int64_t kSteps = kPanel / Rows<1>::kVectors;
-  alignas(64) VecI unpacked[kPanel];
+  alignas(64) VecI unpacked[C * kPanel];
   for (int64_t first = 0; first < w.steps; first += kSteps) {
     const int64_t last = std::min(w.steps, first + kSteps);
-    Unpack<Rows<1>>(w, tile, first, last, unpacked);
-    for (int64_t t = t0, rows; t < t1; t += rows) {
-      rows = t1 - t >= 4 ? 4 : t1 - t >= 2 ? 2 : 1;
-      if (rows == 4) Tile<Rows, 4, true>(w, tile, x, t, first, last, unpacked);
-      else if (rows == 2) Tile<Rows, 2, true>(w, tile, x, t, first, last, unpacked);
-      else Tile<Rows, 1, true>(w, tile, x, t, first, last, unpacked);
-    }
+    for (int c = 0; c < C; ++c) Unpack<Rows<1>>(w, tile + c, first, last, unpacked + c * kPanel);
+    for (int64_t g = group; g < last_group; ++g) AnyTile<Rows, kMaxRows, C, true>(w, tile, x, g, first, last, unpacked);
   }
 }
 
-// A run of tiles of one weight for some rows, by one thread.
+// Tiles [tile, last) for some groups of rows.
+template <template <int> typename Rows>
+void Tiles(const Weight& w, int64_t tile, int64_t last, const Activations<typename Rows<1>::Value>& x, int64_t group,
+           int64_t last_group) {
+  for (; tile < last; ++tile) {
+    if (x.rows == 1) AnyTile<Rows, 1, 1, false>(w, tile, x, 0, 0, w.steps, nullptr);
+    else if (x.rows == 2) AnyTile<Rows, 2, 1, false>(w, tile, x, 0, 0, w.steps, nullptr);
+    else if (last - tile >= kTiles) TileGroups<Rows, kTiles>(w, tile++, x, group, last_group);
+    else TileGroups<Rows, 1>(w, tile, x, group, last_group);
+  }
+}
+
+// A run of tiles of one weight for some groups of rows, by one thread.
 struct Task {
   int weight;
-  int64_t first, last, t0, t1;
+  int64_t first, last, group, last_group;
 };
 
-// Tasks of about equal work, several for each thread. Those of one group of rows follow each other, so that x stays in
-// the cache while the weights pass.
-std::vector<Task> Split(const std::vector<Weight>& weights, int64_t T, int64_t threads) {
-  constexpr int64_t kRowBytes = 128 << 10;  // of a group of rows, as float32
-  const int64_t group = std::clamp<int64_t>(kRowBytes / (weights[0].steps * kStep * 4) / kMaxRows * kMaxRows, 16, 512);
+// Tasks of about equal work, several for each thread. Those of the same rows follow each other, so that x stays in the
+// cache while the weights pass.
+std::vector<Task> Split(const std::vector<Weight>& weights, int64_t groups, int64_t threads) {
+  constexpr int64_t kGroupBytes = 128 << 10;  // of groups of rows, as float32
+  const int64_t some = std::clamp<int64_t>(kGroupBytes / (weights[0].steps * kStep * kMaxRows * 4), 4, 128);
   int64_t tiles = 0;
   for (const Weight& w : weights) tiles += w.tiles;
-  const int64_t groups = (T + group - 1) / group;
-  const int64_t per_task = std::clamp<int64_t>(tiles * groups / (8 * threads), 1, 64);
+  const int64_t runs = (groups + some - 1) / some;
+  const int64_t per_task = std::clamp<int64_t>(tiles * runs / (8 * threads) / kTiles, 1, 32) * kTiles;
   std::vector<Task> tasks;
-  for (int64_t t = 0; t < T; t += group) {
+  for (int64_t g = 0; g < groups; g += some) {
     for (size_t i = 0; i < weights.size(); ++i) {
       for (int64_t tile = 0; tile < weights[i].tiles; tile += per_task) {
-        tasks.push_back({static_cast<int>(i), tile, std::min(weights[i].tiles, tile + per_task), t, std::min(T, t + group)});
+        tasks.push_back({static_cast<int>(i), tile, std::min(weights[i].tiles, tile + per_task), g, std::min(groups, g + some)});
       }
     }
   }
@@ -404,12 +449,12 @@ void Multiply(ffi::ThreadPool& pool, std::vector<Weight>& weights, const float* 
   const auto rows = Prepare<Rows>(pool, x, T, K);
   std::vector<std::vector<float>> sums(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (weights[i].has_offset) weights[i].sums = BlockSums(rows.step_sum, weights[i].block_steps, sums[i]);
+    if (weights[i].has_offset) weights[i].sums = BlockSums(rows, weights[i].block_steps, sums[i]);
   }
-  const std::vector<Task> tasks = Split(weights, T, pool.num_threads());
+  const std::vector<Task> tasks = Split(weights, rows.Groups(), pool.num_threads());
   ParallelFor(pool, tasks.size(), [&](int64_t i) {
     const Task& task = tasks[i];
-    for (int64_t tile = task.first; tile < task.last; ++tile) TileRows<Rows>(weights[task.weight], tile, rows, task.t0, task.t1);
+    Tiles<Rows>(weights[task.weight], task.first, task.last, rows, task.group, task.last_group);
   });
 }
 
