@@ -23,7 +23,7 @@ from jetserve.checkpoint.detect import open_checkpoint
 from jetserve.checkpoint.files import some
 from jetserve.checkpoint.native import NativeCheckpoint, is_native
 from jetserve.checkpoint.native_reader import NativeReader, can_be_rounded
-from jetserve.checkpoint.parts import in_parts
+from jetserve.checkpoint.parts import in_parts, renamed
 from jetserve.checkpoint.source import check_tensors, make_weight
 from jetserve.kernels import select
 from jetserve.models import base
@@ -98,7 +98,10 @@ def open_model(path: str | Path, *, quantize_type: str | None = None) -> OpenMod
     path = Path(path)
     source = NativeCheckpoint(path) if is_native(path) else open_checkpoint(path, quantize_type=quantize_type)
     module = base.find(source.hf_config.get("model_type"))
-    return OpenModel(source=source, module=module, config=module.Config.from_hf(source.hf_config))
+    config = module.Config.from_hf(source.hf_config)
+    if not isinstance(source, NativeCheckpoint):
+        source = renamed(source, module.WEIGHTS)
+    return OpenModel(source=source, module=module, config=config)
 
 
 def load_model(

@@ -1,10 +1,12 @@
-"""Checkpoints that fuse a model's parameters, or cut them up, presented with a tensor for every parameter.
+"""Checkpoints that name a model's parameters otherwise, fuse them or cut them up, presented with a tensor for each.
 
-Owns the cutting of rows out of fused tensors and the joining of experts'. A row is one output with all its inputs, and
-every kind of quantization has its scales within rows, so both are exact whatever the tensors hold. Knows no format.
+Owns the usual names, the cutting of rows out of fused tensors and the joining of experts'. A row is one output with all
+its inputs, and every kind of quantization has its scales within rows, so both are exact whatever the tensors hold.
+Knows no format.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import jax
 import numpy as np
 
 from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind, TensorInfo
-from jetserve.models.base import Origin, Parameter
+from jetserve.models.base import Origin, Parameter, Source, Weights
 from jetserve.quantize.qarray import QArray
 from jetserve.tokenizer import Tokenizer
 
@@ -30,14 +32,74 @@ def stored_transposed(reader: CheckpointReader, name: str, origin: Origin) -> bo
     return origin.transposed and len(reader.tensors[name].shape) == 2 and not reader.tensors[name].quantized
 
 
-class _PartsReader:
-    """A `CheckpointReader` over another; see `in_parts`."""
+def renamed(reader: CheckpointReader, weights: Weights) -> CheckpointReader:
+    """The source with the names that a model's `WEIGHTS` gives its tensors.
 
-    def __init__(self, reader: CheckpointReader, parameters: Sequence[Parameter]) -> None:
+    Checkpoints saved without their output head lack the first word of all names; some tensors have an alias.
+    """
+    sources = [Source(entry) if isinstance(entry, str) else entry for entry in weights.values()]
+    embedding = next(source.name for path, source in zip(weights, sources, strict=True) if path == "embed.weight")
+    prefix, _, bare = embedding.partition(".")
+    prefixed = bare not in reader.tensors
+    known = {source.name for source in sources if not source.name.startswith(f"{prefix}.")}
+    usual = {name: name if prefixed or name in known else f"{prefix}.{name}" for name in reader.tensors}
+    for source in sources:
+        if source.alias is not None:
+            pattern = re.compile(re.escape(source.alias).replace(r"\{i\}", r"(\d+)"))
+            for name, found in usual.items():
+                if match := pattern.fullmatch(found):
+                    usual[name] = source.name.replace("{i}", match[1])
+    if all(name == found for name, found in usual.items()):
+        return reader
+    return _RenamedReader(reader, {found: name for name, found in usual.items()})
+
+
+class _ReaderOver:
+    """What a `CheckpointReader` over another has of it."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
-        self._origins = {parameter.source: parameter.origin for parameter in parameters}
         self.path: Path = reader.path
         self.hf_config: Mapping[str, Any] = reader.hf_config
+
+    @property
+    def kind(self) -> SourceKind:
+        return self._reader.kind
+
+    def tokenizer(self) -> Tokenizer | None:
+        return self._reader.tokenizer()
+
+    def fingerprint(self) -> str:
+        return self._reader.fingerprint()
+
+
+class _RenamedReader(_ReaderOver):
+    """See `renamed`; `names` are the other reader's by those that are shown."""
+
+    def __init__(self, reader: CheckpointReader, names: Mapping[str, str]) -> None:
+        super().__init__(reader)
+        self._names = names
+        self.tensors: Mapping[str, TensorInfo] = {name: reader.tensors[found] for name, found in names.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._reader.read(self._names[name])
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._reader.read_rows(self._names[name], start, stop)
+
+    def read_quantized(self, name: str) -> QArray | None:
+        return self._reader.read_quantized(self._names[name])
+
+    def quantized_bits(self, name: str) -> int | None:
+        return self._reader.quantized_bits(self._names[name])
+
+
+class _PartsReader(_ReaderOver):
+    """See `in_parts`."""
+
+    def __init__(self, reader: CheckpointReader, parameters: Sequence[Parameter]) -> None:
+        super().__init__(reader)
+        self._origins = {parameter.source: parameter.origin for parameter in parameters}
         self.tensors: Mapping[str, TensorInfo] = {
             parameter.source: self._info(parameter.origin, parameter.shape[::-1]) for parameter in parameters
         }
@@ -51,10 +113,6 @@ class _PartsReader:
             nbytes=round(sum(info.nbytes for info in infos) * share),
             quantized=any(info.quantized for info in infos),
         )
-
-    @property
-    def kind(self) -> SourceKind:
-        return self._reader.kind
 
     def read(self, name: str) -> np.ndarray:
         return self.read_rows(name, 0, self.tensors[name].shape[0])
@@ -99,9 +157,3 @@ class _PartsReader:
     def quantized_bits(self, name: str) -> int | None:
         bits = {self._reader.quantized_bits(tensor) for tensor in self._origins[name].names}
         return bits.pop() if len(bits) == 1 else None
-
-    def tokenizer(self) -> Tokenizer | None:
-        return self._reader.tokenizer()
-
-    def fingerprint(self) -> str:
-        return self._reader.fingerprint()

@@ -21,8 +21,8 @@ from jetserve.quantize.recipe import Action, Target
 from jetserve.quantize.report import TensorReport
 
 HEAD = "lm_head.weight"
-IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-"""Tensors that old checkpoints carry and that follow from the config."""
+IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn(ention)?\.(masked_)?bias)$")
+"""Tensors that old checkpoints carry and that follow from the config: frequencies, and masks of GPT-2's family."""
 
 ROWS_BYTES = 16 * 2**20
 """Of float32 rows compared or checked at once."""

@@ -113,12 +113,14 @@ class Source:
       per: the letter of what the fused parts are repeated for: "K" for [q k v] of one KV head, then of the next. None
         is all of one part, then all of the next.
       transposed: whether its floats stand as [K, N], against Hugging Face's custom (the Conv1D of GPT-2).
+      alias: another name that the tensor has in some checkpoints.
     """
 
     name: str
     part: int | None = None
     per: str | None = None
     transposed: bool = False
+    alias: str | None = None
 
 
 Weights = Mapping[str, str | Source]

@@ -4,10 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jetserve.layers.attention import Attention, alibi_slopes
-from jetserve.layers.block import Block
-from jetserve.layers.mlp import MLP
-from jetserve.layers.norm import LayerNorm
+from jetserve.layers.attention import alibi_slopes
 from jetserve.models import base, decoder
 from jetserve.models.base import Source
 
@@ -57,26 +54,10 @@ class Config(decoder.Config):
         )
 
 
-class Model(decoder.Decoder):
+class Model(decoder.LayerNormDecoder):
     """See `base.Model`."""
 
     def __init__(self, config: Config) -> None:
-        def norm() -> LayerNorm:
-            return LayerNorm(config.hidden_size, epsilon=config.norm_epsilon)
-
-        layers = [
-            Block(
-                attention_norm=norm(),
-                attention=Attention(
-                    config.sizes,
-                    rope=None,
-                    qkv_bias=True,
-                    output_bias=True,
-                    alibi_slopes=alibi_slopes(config.num_heads),
-                ),
-                mlp_norm=norm(),
-                mlp=MLP(config.sizes, activation=config.activation, bias=True),
-            )
-            for _ in range(config.num_layers)
-        ]
-        super().__init__(config, layers, norm=norm(), embed_norm=norm())
+        slopes = alibi_slopes(config.num_heads)
+        attention = {"rope": None, "qkv_bias": True, "output_bias": True, "alibi_slopes": slopes}
+        super().__init__(config, attention=attention, mlp_bias=True, normed_embedding=True)

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetserve.kernels.attention import KVPages, RaggedBatch
+from jetserve.layers.attention import Attention
+from jetserve.layers.block import Block, ParallelBlock
 from jetserve.layers.embed import Embed, LearnedPositions
 from jetserve.layers.linear import Linear
-from jetserve.layers.mlp import ACTIVATIONS
+from jetserve.layers.mlp import ACTIVATIONS, MLP
+from jetserve.layers.norm import LayerNorm
 from jetserve.layers.rope import Rope
 from jetserve.layers.stack import traced_once
 from jetserve.models import base
@@ -218,3 +221,43 @@ class Decoder(base.Model):
         logits = (self.head or self.embed)(hidden, out_dtype=jnp.float32) * self.config.logit_multiplier
         cap = self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class LayerNormDecoder(Decoder):
+    """A decoder with layer norms and feed-forward layers without gate, as GPT-2 and what came of it.
+
+    Args:
+      config: as `Decoder`'s; all that these take of it.
+      attention: further arguments of every layer's `Attention`.
+      mlp_bias: whether feed-forward layers have biases.
+      block: how layers are joined.
+      own_mlp_norm: whether feed-forward layers have a norm of their own.
+      normed_embedding: whether a norm follows the embedding.
+      positions: as `Decoder`'s.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        attention: Mapping[str, Any],
+        mlp_bias: bool,
+        block: type[Block] | type[ParallelBlock] = Block,
+        own_mlp_norm: bool = True,
+        normed_embedding: bool = False,
+        positions: LearnedPositions | None = None,
+    ) -> None:
+        def norm() -> LayerNorm:
+            return LayerNorm(config.hidden_size, epsilon=config.norm_epsilon)
+
+        layers = [
+            block(
+                attention_norm=norm(),
+                attention=Attention(config.sizes, **attention),
+                mlp_norm=norm() if own_mlp_norm else None,
+                mlp=MLP(config.sizes, activation=config.activation, bias=mlp_bias),
+            )
+            for _ in range(config.num_layers)
+        ]
+        embed_norm = norm() if normed_embedding else None
+        super().__init__(config, layers, norm=norm(), embed_norm=embed_norm, positions=positions)

@@ -50,13 +50,18 @@ class Config(decoder.Config):
     attention_scale: float | None = None
 
     @classmethod
+    def rotary_share(cls, hf: Mapping[str, Any]) -> float:
+        """Of a head's channels, those that are rotated."""
+        return 1.0
+
+    @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields = decoder.shape(hf, tied=False, norm_epsilon=hf.get("rms_norm_eps", 1e-6))
         layers = fields["num_layers"]
         return {
             **fields,
             "activation": hf.get("hidden_act", "silu"),
-            "ropes": (decoder.rope(hf, fields["head_size"]),) * layers,
+            "ropes": (decoder.rope(hf, fields["head_size"], partial=cls.rotary_share(hf)),) * layers,
             "windows": (None,) * layers,
             "qkv_bias": hf.get("attention_bias", False),
             "output_bias": hf.get("attention_bias", False),

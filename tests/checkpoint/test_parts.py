@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jetserve.checkpoint.base import CheckpointError, SourceKind, TensorInfo
-from jetserve.checkpoint.parts import in_parts
+from jetserve.checkpoint.parts import in_parts, renamed
 from jetserve.checkpoint.source import check_tensors
 from jetserve.layers.linear import Linear
 from jetserve.models import base
@@ -164,6 +164,22 @@ def test_a_fused_tensor_of_another_size_is_named() -> None:
     without = Memory({name: w for name, w in raw._tensors.items() if name != "experts.3.up.weight"})
     with pytest.raises(CheckpointError, match=r"lacks 1 of the model's 7 tensors: experts\.3\.up\.weight"):
         check_tensors(without, parameters)
+
+
+def test_a_checkpoint_without_a_prefix_gets_it() -> None:
+    weights = {
+        "embed.weight": "model.embed.weight",
+        "layers.{i}.norm.scale": Source("model.h.{i}.norm.weight", alias="model.h.{i}.ln.weight"),
+        "head.weight": "head.weight",
+    }
+    usual = ["model.embed.weight", "model.h.0.norm.weight", "model.h.11.norm.weight", "head.weight"]
+    for found in (usual, ["embed.weight", "h.0.norm.weight", "h.11.ln.weight", "head.weight"]):
+        reader = renamed(Memory({name: np.full(2, i) for i, name in enumerate(found)}), weights)
+        assert list(reader.tensors) == usual
+        assert [reader.read(name)[0] for name in usual] == [0, 1, 2, 3]
+        assert [reader.read_rows(name, 1, 2)[0] for name in usual] == [0, 1, 2, 3]
+    strange = Memory({"model.embed.weight": np.ones(1), "h.0.norm.weight": np.ones(1)})
+    assert renamed(strange, weights) is strange
 
 
 @pytest.mark.parametrize(

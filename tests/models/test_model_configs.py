@@ -28,6 +28,49 @@ GATED = [
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "llama": ROPE + WHOLE_ROPE + GATED,
     "mistral": ROPE + WHOLE_ROPE + GATED,
+    "qwen2": [
+        *ROPE,
+        *WHOLE_ROPE,
+        *GATED,
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+    ],
+    "qwen3": [
+        *ROPE,
+        *WHOLE_ROPE,
+        *GATED,
+        ({"layer_types": ["full_attention"]}, "1 entries; expected one for each of the 2"),
+    ],
+    "gemma": [*ROPE, *WHOLE_ROPE, ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True")],
+    "gemma2": [*ROPE, *WHOLE_ROPE, ({"hidden_activation": "mish"}, "activation is 'mish'")],
+    "gemma3_text": [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+    ],
+    "phi3": [*ROPE, *GATED],
+    "smollm3": [*ROPE, *WHOLE_ROPE, *GATED],
+    "olmo2": [*ROPE, *WHOLE_ROPE, *GATED],
+    "granite": [*ROPE, *WHOLE_ROPE, *GATED],
+    "starcoder2": [*ROPE, *WHOLE_ROPE, *GATED],
+    "opt": [
+        ({"do_layer_norm_before": False}, "do_layer_norm_before=False"),
+        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim=32"),
+        ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+        ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
+        ({"activation_function": "swish"}, "activation is 'swish'"),
+    ],
+    "gpt2": [
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({"add_cross_attention": True}, "add_cross_attention=True"),
+        ({"activation_function": "quick_gelu"}, "activation is 'quick_gelu'"),
+    ],
+    "gpt_neox": [*ROPE, ({"hidden_act": "mish"}, "activation is 'mish'")],
+    "falcon": [
+        *ROPE,
+        *WHOLE_ROPE,
+        ({"new_decoder_architecture": True, "parallel_attn": False}, "new_decoder_architecture without parallel_attn"),
+        ({"activation": "mish"}, "activation is 'mish'"),
+    ],
     "bloom": [({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=True")],
 }
 

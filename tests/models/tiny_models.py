@@ -83,6 +83,164 @@ FAMILIES: dict[str, Family] = {
             "epsilon": {"layer_norm_epsilon": 1e-2, "n_layer": 1, "n_head": 4},
         },
     ),
+    "qwen2": Family(
+        SHAPE,
+        {
+            "plain": {},
+            "window-tied": {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 1,
+                "tie_word_embeddings": True,
+            },
+            "mha-theta": {
+                "num_key_value_heads": 8,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+    ),
+    "qwen3": Family(
+        {**SHAPE, "head_dim": 16},
+        {
+            "plain": {},
+            "biases-tied-mqa": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+            "window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "head_dim": 8},
+        },
+    ),
+    "gemma": Family(
+        {**SHAPE, "head_dim": 16, "tie_word_embeddings": True},
+        {
+            "plain": {},
+            "mqa-untied": {"num_key_value_heads": 1, "tie_word_embeddings": False},
+            "biases-mha": {"attention_bias": True, "num_key_value_heads": 8, "head_dim": 8},
+        },
+    ),
+    "gemma2": Family(
+        {**SHAPE, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 9, "query_pre_attn_scalar": 24},
+        {
+            "plain": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+            "uncapped-mqa": {
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "num_key_value_heads": 1,
+            },
+            "layer_types-biases": {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": True},
+        },
+    ),
+    "gemma3_text": Family(
+        {**SHAPE, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 9, "query_pre_attn_scalar": 24},
+        {
+            "plain": {"layer_types": ["sliding_attention", "full_attention"]},
+            "pattern": {"num_hidden_layers": 3, "sliding_window_pattern": 2, "num_key_value_heads": 1},
+            "scaled_rope": {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                },
+            },
+        },
+    ),
+    "phi3": Family(
+        {**SHAPE, "pad_token_id": 0},
+        {
+            "plain": {},
+            "window-mha": {"sliding_window": 9, "num_key_value_heads": 8},
+            "partial_rotary-tied": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+                "tie_word_embeddings": True,
+                "hidden_size": 128,
+            },
+        },
+    ),
+    "smollm3": Family(
+        {**SHAPE, "pad_token_id": 0, "no_rope_layers": [1, 0]},
+        {
+            "plain": {},
+            "tied-biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+            "interval-window": {
+                "no_rope_layers": None,
+                "no_rope_layer_interval": 2,
+                "use_sliding_window": True,
+                "sliding_window": 9,
+            },
+        },
+    ),
+    "olmo2": Family(
+        {**SHAPE, "pad_token_id": 0},
+        {
+            "plain": {},
+            "tied-mha": {"tie_word_embeddings": True, "num_key_value_heads": 8},
+            "mqa-biases": {"num_key_value_heads": 1, "attention_bias": True},
+        },
+    ),
+    "granite": Family(
+        SHAPE,
+        {
+            "plain": {
+                "embedding_multiplier": 3.0,
+                "logits_scaling": 2.0,
+                "residual_multiplier": 0.4,
+                "attention_multiplier": 0.2,
+            },
+            "tied-biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+            "mqa": {"num_key_value_heads": 1, "attention_multiplier": 0.1},
+        },
+    ),
+    "starcoder2": Family(
+        SHAPE,
+        {
+            "plain": {},
+            "window-tied": {"sliding_window": 9, "tie_word_embeddings": True},
+            "no_bias-mqa": {"use_bias": False, "num_key_value_heads": 1},
+        },
+    ),
+    "opt": Family(
+        {
+            "hidden_size": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 128,
+            "word_embed_proj_dim": 64,
+            "pad_token_id": None,
+        },
+        {
+            "plain": {},
+            "untied-gelu": {"tie_word_embeddings": False, "activation_function": "gelu"},
+            "no_bias": {"enable_bias": False, "num_attention_heads": 4},
+        },
+    ),
+    "gpt2": Family(
+        {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 128, "vocab_size": VOCABULARY},
+        {
+            "plain": {},
+            "untied-inner": {"tie_word_embeddings": False, "n_inner": 96},
+            "unscaled-relu": {"scale_attn_weights": False, "activation_function": "relu", "n_head": 4},
+        },
+    ),
+    "gpt_neox": Family(
+        {**{key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}, "num_attention_heads": 4},
+        {
+            "plain": {},
+            "sequential-tied": {"use_parallel_residual": False, "tie_word_embeddings": True},
+            "whole_rotary-no_bias": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+                "attention_bias": False,
+                "hidden_act": "gelu_new",
+            },
+        },
+    ),
+    "falcon": Family(
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": VOCABULARY},
+        {
+            "plain": {"max_position_embeddings": 128},
+            "newer": {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+            "newer-one_norm": {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1},
+            "alibi-sequential-biases": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        },
+    ),
 }
 
 MODELS = {
