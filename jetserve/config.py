@@ -275,6 +275,7 @@ class GPTQConfig:
       static_groups: whether blocks take their scales from the weights as they were also without act_order, and not from
         the weights as they are once all earlier blocks are rounded.
       damping: added to the diagonal of the inputs' second moment, in units of its mean.
+      sweeps: how often scales and integers are gone over again once all are there (see `quantize.refinement`).
       strict: whether a weight that it cannot do is an error, and not rounded to nearest and reported.
     """
 
@@ -285,9 +286,12 @@ class GPTQConfig:
     act_order: bool = False
     static_groups: bool = False
     damping: float = 0.01
+    sweeps: int = 0
     strict: bool = False
 
     def __post_init__(self) -> None:
+        if self.sweeps < 0:
+            raise ValueError(f"sweeps is {self.sweeps}; expected 0 or more")
         if not 0 < self.damping < 1:
             raise ValueError(f"damping is {self.damping}; expected a number between 0 and 1, such as 0.01")
 

@@ -21,7 +21,7 @@ from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize
 METHODS = (RTNConfig.NAME, GPTQConfig.NAME)
 NATIVE_FORMAT = "jetserve"
 CALIBRATION_FLAGS = ("calibration_file", "calibration_samples", "calibration_length")
-GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "clip", "strict")
+GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "gptq_sweeps", "clip", "strict")
 
 
 def define_convert() -> None:
@@ -89,6 +89,13 @@ def define_method() -> None:
         "gptq: added to the diagonal of the inputs' second moment, in units of its mean (unset: 0.01).",
     )
     define(
+        flags.DEFINE_integer,
+        "gptq_sweeps",
+        0,
+        "gptq: how often all scales and integers are gone over again once they are there; 4 is plenty.",
+        lower_bound=0,
+    )
+    define(
         flags.DEFINE_enum,
         "clip",
         None,
@@ -140,5 +147,6 @@ def method_config() -> MethodConfig:
         act_order=FLAGS.gptq_act_order,
         static_groups=bool(FLAGS.gptq_static_groups),
         damping=GPTQConfig.damping if FLAGS.gptq_damping is None else FLAGS.gptq_damping,
+        sweeps=FLAGS.gptq_sweeps,
         strict=FLAGS.strict,
     )

@@ -1,5 +1,7 @@
 """GPTQ against a naive one in numpy, and what it must never do: give NaN, or touch what no input touches."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from jetserve.config import CalibrationConfig, Clip, GPTQConfig
 from jetserve.quantize.methods import gptq
 from jetserve.quantize.qarray import QArray, QuantizationConfig, dequantize, quantize
+from jetserve.quantize.refinement import refine
 
 TYPES = [
     QuantizationConfig(bits=bits, block_size=block_size, symmetric=symmetric)
@@ -107,6 +110,27 @@ def test_clipping_changes_the_output_less() -> None:
         for clip in Clip
     ]
     assert errors[1] < 0.9 * errors[0]
+
+
+@pytest.mark.parametrize("config", TYPES[:4], ids=lambda c: f"{c.name}-{c.symmetric}")
+def test_sweeps_change_the_output_less(config: QuantizationConfig) -> None:
+    w, x = make()
+    errors = []
+    for sweeps in (0, 1, 3):
+        found = run(w, x, config, gptq.Options(clip=Clip.MSE, sweeps=sweeps))
+        low, high = int(jnp.min(found.values)), int(jnp.max(found.values))
+        assert -8 <= low <= high <= 7
+        errors.append(float(gptq.output_error(jnp.asarray(w), found, hessian_of(x))))
+    assert errors[2] < errors[1] < 0.98 * errors[0]
+
+
+def test_a_sweep_finds_the_scale_that_is_right() -> None:
+    w, _ = make()
+    exact = quantize(jnp.asarray(w), QuantizationConfig(bits=4, block_size=32, symmetric=False))
+    off = dataclasses.replace(exact, scale=exact.scale * 1.3)
+    found = refine(dequantize(exact), off, jnp.eye(96), bits=4, sweeps=1)
+    np.testing.assert_allclose(found.scale, exact.scale, rtol=1e-5)
+    np.testing.assert_array_equal(found.values, exact.values)
 
 
 def test_rows_without_input_become_zeros() -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jetserve.config import Clip, GPTQConfig
 from jetserve.quantize import clipping
 from jetserve.quantize.qarray import QArray, QuantizationConfig, dequantize, fit_range, round_to
+from jetserve.quantize.refinement import refine
 
 LAZY_ROWS = 128
 """Rows of a per-channel weight after which their errors are spread over all later rows at once."""
@@ -30,6 +31,7 @@ class Options:
     static_groups: bool = False
     damping: float = 0.01
     clip: Clip = Clip.NONE
+    sweeps: int = 0
 
     @classmethod
     def of(cls, config: GPTQConfig) -> "Options":
@@ -46,11 +48,13 @@ class Factor:
       upper: float32 [K, K], upper triangular U with U^T U = (H + damping)^-1, rows in the order of `order`.
       order: int32 [K], the row of W that is rounded at each step.
       importance: float32 [K], the mean square of each input, in W's own order; 0 for inputs that were never there.
+      hessian: float32 [K, K], H + damping, in W's own order.
     """
 
     upper: jax.Array
     order: jax.Array
     importance: jax.Array
+    hessian: jax.Array
 
 
 def factorize(hessian: jax.Array, options: Options) -> Factor | None:
@@ -77,14 +81,13 @@ def _factorize(hessian: jax.Array, damping: float, act_order: bool) -> Factor:
     importance = jnp.diagonal(hessian)
     K = importance.size
     order = jnp.argsort(-importance) if act_order else jnp.arange(K)
-    h = hessian[order][:, order]
     # Inputs that were never there have rows of zeros: a 1 on the diagonal keeps them apart from all others.
-    diagonal = jnp.where(importance == 0, 1.0, 0.0)[order] + damping * jnp.mean(importance)
-    h += jnp.diag(diagonal)
+    hessian += jnp.diag(jnp.where(importance == 0, 1.0, 0.0) + damping * jnp.mean(importance))
+    h = hessian[order][:, order]
     # H = R R^T with R upper triangular, from the Cholesky factor of H turned by 180 degrees. Then U = R^-1.
     turned = jnp.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
     upper = jax.scipy.linalg.solve_triangular(turned, jnp.eye(K, dtype=h.dtype), lower=False)
-    return Factor(upper=upper, order=order.astype(jnp.int32), importance=importance)
+    return Factor(upper=upper, order=order.astype(jnp.int32), importance=importance, hessian=hessian)
 
 
 def quantize_matrix(w: jax.Array, factor: Factor, config: QuantizationConfig, options: Options) -> QArray | None:
@@ -100,7 +103,10 @@ def quantize_matrix(w: jax.Array, factor: Factor, config: QuantizationConfig, op
       A QArray with values in an int8 container. Rows of inputs that were never there are rounded as zeros. None if
       the weights grow beyond all bounds on the way.
     """
+    w = jnp.where(factor.importance[:, None] == 0, 0.0, w)
     qarray = _quantize(w, factor, config, options)
+    if options.sweeps:
+        qarray = refine(w, qarray, factor.hessian, bits=config.bits, sweeps=options.sweeps)
     return qarray if bool(jnp.all(jnp.isfinite(qarray.scale))) else None
 
 
@@ -108,7 +114,6 @@ def quantize_matrix(w: jax.Array, factor: Factor, config: QuantizationConfig, op
 def _quantize(w: jax.Array, factor: Factor, config: QuantizationConfig, options: Options) -> QArray:
     K, N = w.shape
     g = config.block_size or K
-    w = jnp.where(factor.importance[:, None] == 0, 0.0, w)
     importance = factor.importance.reshape(-1, g)
     scale, zero_point = _scales(w.reshape(-1, g, N), importance, config, options)
     # Scales that follow the compensated weights are taken where a turn of the loop begins, so a turn is a block.
