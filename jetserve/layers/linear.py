@@ -12,14 +12,17 @@ from flax import nnx
 from jetserve.kernels import select
 from jetserve.parallel.rules import Axes
 
-Observer = Callable[[jax.Array, tuple["Linear", ...]], None]
+Observer = Callable[[jax.Array, tuple["Linear", ...]], list[jax.Array] | None]
 
 _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("observer", default=None)
 
 
 @contextlib.contextmanager
-def observe(observer: Observer) -> Iterator[None]:
-    """Shows `observer` the input and the layers of every `project` that is run or traced within."""
+def observe(observer: Observer | None) -> Iterator[None]:
+    """Shows `observer` the input and the layers of every `project` that is run or traced within.
+
+    What it returns, if anything, takes the place of their outputs.
+    """
     token = _observer.set(observer)
     try:
         yield
@@ -52,8 +55,8 @@ def project(x: jax.Array, *linears: Linear, out_dtype: jnp.dtype | None = None) 
 
     Layers that share the very variable of their input order, or have none, take one gather and one call.
     """
-    if (observer := _observer.get()) is not None:
-        observer(x, linears)
+    if (observer := _observer.get()) is not None and (outputs := observer(x, linears)) is not None:
+        return outputs
     order = linears[0].input_order
     if any(linear.input_order is not order for linear in linears):
         return [project(x, linear, out_dtype=out_dtype)[0] for linear in linears]

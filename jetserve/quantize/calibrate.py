@@ -6,6 +6,7 @@ model whose layers are `traced_once` and whose weights are met by `project`; kno
 Letters: S windows of L tokens each; D embed, K contracted.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -16,16 +17,21 @@ from flax import nnx
 
 from jetserve.kernels import select
 from jetserve.kernels.attention import KVPages, RaggedBatch
-from jetserve.layers.linear import Linear, observe
-from jetserve.layers.stack import replaced_by, traced_once
+from jetserve.layers.linear import Linear, observe, project
+from jetserve.layers.stack import replaced_by
 from jetserve.models.base import Model
 
 STEP_TOKENS = 2048
 """Run at once; one window at least."""
 PAGE_SIZE = 16
+KEPT_BYTES = 4 * 2**30
+"""Of the host, for what the linear layers of one layer make of all windows; without that room it is computed again for
+every stage, which takes twice as long."""
 
 Stage = tuple[str, ...]
 """The paths within a layer of linear layers that take the same input, such as ("attention.q", "attention.k")."""
+Outputs = tuple[jax.Array | np.ndarray, ...]
+"""What the linear layers of a stage make of a batch."""
 
 
 class Calibration:
@@ -44,6 +50,9 @@ class Calibration:
         self._pages = KVPages(values=jnp.zeros(shape, jnp.float32))
         self.layers: list[nnx.Module] = []
         self._states = [self._embed(model, batch) for batch in self._batches]
+        self._has_room = False
+        self._kept: list[tuple[Outputs, ...]] = [() for _ in self._batches]
+        """Of each batch, by stages from the first."""
 
     def _embed(self, model: Model, batch: RaggedBatch) -> np.ndarray:
         layers: list[nnx.Module] = []
@@ -68,30 +77,41 @@ class Calibration:
         """The linear layers of a layer, in the order in which it meets them; shapes of its weights are enough."""
         found: list[Stage] = []
 
-        def run(state: nnx.State, *args: jax.Array) -> None:
+        def run(state: nnx.State, *args: jax.Array) -> list[Outputs]:
             merged = nnx.merge(graph, state)
             names = {id(module): path for path, module in linears(merged).items()}
-            found.extend(tuple(names[id(module)] for module in met) for _, met in _inputs(merged, *args))
+            meetings = _meetings(merged, args, ())[1]
+            found.extend(tuple(names[id(module)] for module in meeting.layers) for meeting in meetings)
+            return [meeting.outputs for meeting in meetings]
 
         graph, state = nnx.split(layer)
-        jax.eval_shape(run, state, *next(self._arguments()))
+        outputs = jax.eval_shape(run, state, *next(self._arguments()))
+        size = sum(y.size * y.dtype.itemsize for y in jax.tree.leaves(outputs))
+        self._has_room = size * len(self._batches) <= KEPT_BYTES
         return found
 
     def second_moment(self, layer: nnx.Module, stage: int) -> jax.Array:
-        """The mean over all tokens of x x^T, x the input of the linear layers of a stage: float32 [K, K]."""
+        """The mean over all tokens of x x^T, x the input of the linear layers of a stage: float32 [K, K].
+
+        To be asked for by rising stages, each when the weights of those before it are what they are to stay.
+        """
         graph, state = nnx.split(layer)
         total, tokens = None, 0
-        for args in self._arguments():
-            part = _second_moment(graph, select.selection(), stage, state, args)
+        for i, args in enumerate(self._arguments()):
+            part, outputs = _second_moment(graph, select.selection(), stage, state, args, self._kept[i])
             total = part if total is None else total + part
             tokens += args[0].shape[0]
+            if self._has_room:
+                self._kept[i] += tuple(jax.tree.map(np.asarray, outputs))
         assert total is not None
         return total / tokens
 
     def advance(self, layer: nnx.Module) -> None:
         """Takes the hidden states through a layer, with the weights that it has now."""
+        graph, state = nnx.split(layer)
         for i, args in enumerate(self._arguments()):
-            self._states[i] = np.asarray(traced_once(layer, *args)[0])
+            self._states[i] = np.asarray(_run(graph, select.selection(), state, args, self._kept[i]))
+            self._kept[i] = ()
 
 
 def linears(layer: nnx.Module) -> dict[str, Linear]:
@@ -99,22 +119,55 @@ def linears(layer: nnx.Module) -> dict[str, Linear]:
     return {".".join(map(str, path)): module for path, module in nnx.iter_modules(layer) if isinstance(module, Linear)}
 
 
-def _inputs(layer: nnx.Module, *args: jax.Array) -> list[tuple[jax.Array, tuple[Linear, ...]]]:
-    """What linear layers meet, in order, as a layer is traced."""
-    found: list[tuple[jax.Array, tuple[Linear, ...]]] = []
-    with observe(lambda x, met: found.append((x, met))):
-        layer(*args)
-    return found
+@dataclasses.dataclass(frozen=True)
+class _Meeting:
+    """One call of `project`."""
+
+    x: jax.Array
+    layers: tuple[Linear, ...]
+    outputs: Outputs
+
+
+def _meetings(layer: nnx.Module, args: tuple, kept: tuple[Outputs, ...]) -> tuple[jax.Array, list[_Meeting]]:
+    """What a layer returns, and its calls of `project` in order; outputs that were kept are not computed."""
+    found: list[_Meeting] = []
+
+    def meet(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
+        outputs = kept[len(found)] if len(found) < len(kept) else None
+        if outputs is None:
+            with observe(None):
+                outputs = tuple(project(x, *layers))
+        found.append(_Meeting(x, layers, outputs))
+        return [jnp.asarray(y) for y in outputs]
+
+    with observe(meet):
+        return layer(*args)[0], found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _second_moment(
-    graph: nnx.GraphDef, selection: select.Selection, stage: int, state: nnx.State, args: tuple
-) -> jax.Array:
-    """The sum over the batch's tokens. What the layer computes after the stage is not compiled."""
-    x = _inputs(nnx.merge(graph, state), *args)[stage][0]
+    graph: nnx.GraphDef,
+    selection: select.Selection,
+    stage: int,
+    state: nnx.State,
+    args: tuple,
+    kept: tuple[Outputs, ...],
+) -> tuple[jax.Array, list[Outputs]]:
+    """The sum over the batch's tokens, and the outputs of all stages before that were not kept.
+
+    What the layer computes after the stage is not compiled.
+    """
+    meetings = _meetings(nnx.merge(graph, state), args, kept)[1]
+    x = meetings[stage].x
     x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    return jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST), [m.outputs for m in meetings[len(kept) : stage]]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(
+    graph: nnx.GraphDef, selection: select.Selection, state: nnx.State, args: tuple, kept: tuple[Outputs, ...]
+) -> jax.Array:
+    return _meetings(nnx.merge(graph, state), args, kept)[0]
 
 
 def _pages(length: int) -> int:
