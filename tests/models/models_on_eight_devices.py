@@ -11,18 +11,20 @@ from tiny_models import FIRST, make, make_texts
 from jetserve.kernels import select
 
 REFERENCE = dict.fromkeys(
-    ("quantized_matmul", "attention", "embedding_lookup", "rms_norm", "rope", "projections"), "xla"
+    ("quantized_matmul", "attention", "embedding_lookup", "rms_norm", "rope", "projections", "grouped_matmul"), "xla"
 )
 STEPS = [[Piece(sequence=0, start=0, stop=28)], [Piece(sequence=0, start=28, stop=29)]]
 
 
-@pytest.mark.parametrize("name", FIRST)
-def test_sharded_is_unsharded(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "experts"), [*((name, 1) for name in FIRST), ("mixtral-plain", 4), ("qwen3_moe-plain", 8)]
+)
+def test_sharded_is_unsharded(name: str, experts: int, tmp_path: Path) -> None:
     assert jax.device_count() == 8
     make(name, tmp_path)
     settings = {"quantize_type": "int4_blockwise", "block_size": 32, "symmetric": False}
+    texts = make_texts()[1:2]
     with select.choose(**REFERENCE):
-        expected, found = (
-            Replay(tmp_path, make_texts()[1:2], devices=devices, **settings).run(STEPS)[0] for devices in (1, 8)
-        )
+        expected = Replay(tmp_path, texts, **settings).run(STEPS)[0]
+        found = Replay(tmp_path, texts, devices=8, experts=experts, **settings).run(STEPS)[0]
     np.testing.assert_allclose(found, expected, atol=1e-3)

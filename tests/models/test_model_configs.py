@@ -71,6 +71,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"new_decoder_architecture": True, "parallel_attn": False}, "new_decoder_architecture without parallel_attn"),
         ({"activation": "mish"}, "activation is 'mish'"),
     ],
+    "mixtral": [*ROPE, *WHOLE_ROPE, *GATED],
+    "qwen3_moe": [*ROPE, *WHOLE_ROPE, *GATED],
     "bloom": [({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=True")],
 }
 

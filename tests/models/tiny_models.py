@@ -241,6 +241,22 @@ FAMILIES: dict[str, Family] = {
             "alibi-sequential-biases": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
         },
     ),
+    "mixtral": Family(
+        {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            "plain": {},
+            "window-mha": {"sliding_window": 9, "num_key_value_heads": 8},
+            "tied-eight-one": {"tie_word_embeddings": True, "num_local_experts": 8, "num_experts_per_tok": 1},
+        },
+    ),
+    "qwen3_moe": Family(
+        {**SHAPE, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+        {
+            "plain": {"norm_topk_prob": True},
+            "not_normalized-dense_layer": {"norm_topk_prob": False, "mlp_only_layers": [0]},
+            "sparse_step-tied": {"decoder_sparse_step": 2, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        },
+    ),
 }
 
 MODELS = {

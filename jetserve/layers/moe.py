@@ -1,0 +1,67 @@
+"""Mixtures of experts: every token goes through the few feed-forward layers that its router chooses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jetserve.kernels import select
+from jetserve.layers.linear import Linear
+from jetserve.layers.mlp import ACTIVATIONS
+
+
+class Experts(Linear):
+    """A matrix of every expert, "D -> E F": rows sorted by expert, each times its own."""
+
+    def __init__(self, axes: str, sizes: Mapping[str, int]) -> None:
+        super().__init__(axes, sizes)
+        K, N = self.axes.shape
+        self.weight: nnx.Param[Any] = nnx.Param(jax.ShapeDtypeStruct((sizes["E"], K, N // sizes["E"]), jnp.float32))
+
+    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:  # type: ignore[override]
+        """[R, K] -> [R, N], the first `group_sizes[0]` rows by expert 0, and so on."""
+        return select.call("grouped_matmul", x, self.weight.get_value(), group_sizes)
+
+
+class GatedExperts(nnx.Module):
+    """The `GatedMLP` of every expert."""
+
+    def __init__(self, sizes: Mapping[str, int], *, activation: str) -> None:
+        self.activation = activation
+        self.gate = Experts("D -> E F", sizes)
+        self.up = Experts("D -> E F", sizes)
+        self.down = Experts("F -> E D", sizes)
+
+    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """[R, D] -> [R, D]."""
+        gate, up = self.gate(x, group_sizes), self.up(x, group_sizes)
+        return self.down(ACTIVATIONS[self.activation](gate) * up, group_sizes)
+
+
+class MoE(nnx.Module):
+    """The weighted sum of what the best `experts_per_token` experts make of a token (Shazeer et al. 2017).
+
+    Weights are the router's probabilities over all experts, in float32; `normalized` makes those chosen add up to 1.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], *, experts_per_token: int, activation: str, normalized: bool) -> None:
+        self.router = Linear("D -> E", sizes)
+        self.experts = GatedExperts(sizes, activation=activation)
+        self.num_experts = sizes["E"]
+        self.experts_per_token = experts_per_token
+        self.normalized = normalized
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> [T, D]."""
+        scores = jax.nn.softmax(self.router(x, out_dtype=jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(scores, self.experts_per_token)  # [T, k]
+        if self.normalized:
+            weights /= jnp.sum(weights, axis=-1, keepdims=True)
+        order = jnp.argsort(chosen.reshape(-1))  # of T * k rows, by expert
+        group_sizes = jnp.bincount(chosen.reshape(-1), length=self.num_experts).astype(jnp.int32)
+        rows = self.experts(x[order // self.experts_per_token], group_sizes)
+        back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+        by_token = rows[back].reshape(*chosen.shape, -1)
+        return jnp.einsum("tkd,tk->td", by_token, weights.astype(x.dtype))
