@@ -16,8 +16,9 @@ from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKi
 from jetserve.checkpoint.load import check_entries, make_plan, open_model
 from jetserve.checkpoint.native import NativeCheckpoint
 from jetserve.checkpoint.native_reader import NativeReader, can_be_rounded
+from jetserve.config import ROUND_TO_NEAREST, MethodConfig
 from jetserve.models.base import Model, Parameter, Role
-from jetserve.quantize.recipe import KEEP, ROUND_TO_NEAREST, Action, Recipe, Rules, Target
+from jetserve.quantize.recipe import KEEP, Action, Recipe, Rules, Target
 from jetserve.quantize.report import TensorReport, WeightReport
 
 logger = logging.getLogger(__name__)
@@ -138,10 +139,10 @@ def make_conversion_plan(
     block_size: int | None = None,
     symmetric: bool | None = None,
     rules: Rules | None = None,
-    method: str = ROUND_TO_NEAREST,
+    method: MethodConfig = ROUND_TO_NEAREST,
     as_it_is: bool = False,
 ) -> ConversionPlan:
-    """Opens a source and decides what becomes of it. Arguments are `convert.convert`'s, `method` by its name.
+    """Opens a source and decides what becomes of it. Arguments are `convert.convert`'s.
 
     A checkpoint that was converted already is only rounded to fewer bits, or taken `as_it_is` where no type is asked.
 
@@ -168,7 +169,8 @@ def make_conversion_plan(
         block_size=block_size,
         symmetric=symmetric,
         rules=rules,
-        method=method,
+        method=method.NAME,
+        clip=method.clip,
         source_quantized=reader.kind is SourceKind.QUANTIZED,
     )
     reader, targets = make_plan(reader, parameters, recipe)

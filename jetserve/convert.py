@@ -132,7 +132,7 @@ def convert(
         block_size=block_size,
         symmetric=symmetric,
         rules=rules,
-        method=method.NAME,
+        method=method,
     )
     reader = plan.reader
     tokenizer = tokenizer or reader.tokenizer()
@@ -217,7 +217,7 @@ def export(
       CheckpointError, ValueError: as `convert` does, and for weights that the format cannot hold.
     """
     with HuggingFaceWriter(Path(output), ExportFormat(output_format)) as writer:
-        plan = make_conversion_plan(Path(source), as_it_is=True, method=method.NAME, **settings)
+        plan = make_conversion_plan(Path(source), as_it_is=True, method=method, **settings)
         if not plan.quantizes_linears:
             raise ValueError(
                 f"{source} has no linear layer in 4 or 8 bits, and is not to get one; expected some, for that is what"
@@ -255,7 +255,7 @@ def run(config: ConvertConfig) -> int:
         "rules": None if wanted.quantize_recipe is None else read_rules(wanted.quantize_recipe),
     }
     if config.output is None:
-        print(make_conversion_plan(source, **settings, method=config.method.NAME).as_text())
+        print(make_conversion_plan(source, **settings, method=config.method).as_text())
     elif config.output_format is not None:
         export(source, config.output, config.output_format, **settings, method=config.method)
     else:
@@ -271,7 +271,7 @@ def _quantization(plan: ConversionPlan, method: MethodConfig, windows: np.ndarra
         block_size=None,
         symmetric=None,
         rules=None if recipe.rules is None else json.dumps(dataclasses.asdict(recipe.rules), default=lambda e: e.value),
-        method=calibrated.describe(method, windows) if isinstance(method, GPTQConfig) and windows is not None else None,
+        method=None if method == ROUND_TO_NEAREST else calibrated.describe(method, windows),
     )
     if recipe.linear is not None:
         return dataclasses.replace(entry, block_size=recipe.linear.block_size, symmetric=recipe.linear.symmetric)

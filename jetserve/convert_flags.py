@@ -6,7 +6,6 @@ from absl import flags
 
 from jetserve.config import (
     EXPORT_FORMATS,
-    ROUND_TO_NEAREST,
     CalibrationConfig,
     Clip,
     ConvertConfig,
@@ -21,7 +20,7 @@ from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize
 METHODS = (RTNConfig.NAME, GPTQConfig.NAME)
 NATIVE_FORMAT = "jetserve"
 CALIBRATION_FLAGS = ("calibration_file", "calibration_samples", "calibration_length")
-GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "gptq_sweeps", "clip", "strict")
+GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "gptq_sweeps", "strict")
 
 
 def define_convert() -> None:
@@ -98,10 +97,10 @@ def define_method() -> None:
     define(
         flags.DEFINE_enum,
         "clip",
-        None,
+        Clip.NONE.value,
         [clip.value for clip in Clip],
-        "gptq: how scales are chosen. none: to span the range of the weights. mse: for the least squared error (unset:"
-        " none).",
+        "How scales of linear layers are chosen. none: to span the range of the weights. mse: for the least squared"
+        " error.",
     )
     define(flags.DEFINE_bool, "strict", False, "gptq: a weight that cannot be done is an error, and not just rounded.")
 
@@ -134,7 +133,7 @@ def method_config() -> MethodConfig:
                 raise ValueError(
                     f"--{name} belongs to --quantize_method=gptq, but the method is rtn; drop one of the two"
                 )
-        return ROUND_TO_NEAREST
+        return RTNConfig(clip=Clip(FLAGS.clip))
     if FLAGS.calibration_file is None:
         raise ValueError("--calibration_file is not set; --quantize_method=gptq takes a text of the model's own kind")
     if FLAGS.gptq_act_order and FLAGS.gptq_static_groups is False:
@@ -143,7 +142,7 @@ def method_config() -> MethodConfig:
         calibration=CalibrationConfig(
             file=path_of(FLAGS.calibration_file), samples=FLAGS.calibration_samples, length=FLAGS.calibration_length
         ),
-        clip=Clip(FLAGS.clip or Clip.NONE.value),
+        clip=Clip(FLAGS.clip),
         act_order=FLAGS.gptq_act_order,
         static_groups=bool(FLAGS.gptq_static_groups),
         damping=GPTQConfig.damping if FLAGS.gptq_damping is None else FLAGS.gptq_damping,

@@ -49,6 +49,8 @@ def test_every_flag_is_in_the_docs() -> None:
         (["run_offline.py", "--quantize_weights=False", "--quantize_type=int4_blockwise"], ["contradicts"]),
         (["run_interactive.py", "--checkpoint_path=/no/such"], ["/no/such", "does not exist", "hub id"]),
         (["convert_checkpoints.py"], ["--output_checkpoint_dir"]),
+        (["convert_checkpoints.py", "--dry_run", "--gptq_act_order"], ["--gptq_act_order", "method is rtn"]),
+        (["convert_checkpoints.py", "--dry_run", "--quantize_method=gptq"], ["--calibration_file is not set"]),
         (["run_server.py", "--tls_cert_file=x"], ["tls_cert_file", "belong together"]),
         (["run_server.py", "--checkpoint_path=/no/such", "--grpc_port=0"], ["/no/such", "does not exist"]),
     ],

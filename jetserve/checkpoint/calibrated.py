@@ -20,7 +20,7 @@ from flax import nnx
 
 from jetserve.checkpoint.base import CheckpointReader
 from jetserve.checkpoint.source import HostWeight, make_weight, quantized_weight
-from jetserve.config import GPTQConfig
+from jetserve.config import GPTQConfig, MethodConfig
 from jetserve.models.base import Model, Parameter
 from jetserve.quantize.calibrate import Calibration, linears
 from jetserve.quantize.dataset import calibration_windows
@@ -58,11 +58,13 @@ def windows(
     return calibration_windows(config.calibration, tokenizer, max_length=max_length)
 
 
-def describe(config: GPTQConfig, tokens: np.ndarray) -> dict[str, Any]:
+def describe(method: MethodConfig, tokens: np.ndarray | None) -> dict[str, Any]:
     """The method for a manifest; what only decides how a conversion ends is left out."""
-    options = dataclasses.asdict(gptq.Options.of(config))
+    if not isinstance(method, GPTQConfig) or tokens is None:
+        return {"name": method.NAME, "clip": method.clip.value}
+    options = dataclasses.asdict(gptq.Options.of(method))
     return {
-        "name": config.NAME,
+        "name": method.NAME,
         **{name: value.value if isinstance(value, enum.Enum) else value for name, value in options.items()},
         "samples": tokens.shape[0],
         "length": tokens.shape[1],

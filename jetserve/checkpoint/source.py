@@ -126,6 +126,7 @@ def make_weight(reader: CheckpointReader, parameter: Parameter, target: Target) 
             lambda start, stop: _floats(reader.read_rows(name, start, stop), reader, name),
             (info.shape[0], info.shape[1]),
             target.config,
+            clip=target.clip,
             name=name,
         )
         return quantized_weight(rounded, target.config.bits, parameter, error=error, asked=target.asked_block_size)

@@ -3,10 +3,13 @@
 Owns the search for the range of every group. Knows nothing of where the importance of an input comes from.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from jetserve.quantize.qarray import QuantizationConfig, fit_range, round_to
+from jetserve.quantize.qarray import QArray, QuantizationConfig, fit_range, round_to
 
 SMALLEST_RANGE = 0.5
 """Of the weights' own range, that is tried."""
@@ -42,3 +45,23 @@ def search(
 
     scale, zero_point = fit_range(w, config)
     return jax.lax.fori_loop(1, TRIES + 1, attempt, (scale, zero_point, error(scale, zero_point)))[:2]
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def with_best_scales(w: jax.Array, rounded: QArray, config: QuantizationConfig) -> QArray:
+    """A weight [K, N] rounded with the scales of least error in place of those that span its range."""
+    w = w.astype(jnp.float32).reshape(-1, config.block_size or w.shape[0], w.shape[-1])  # [G, g, N]
+    scale, zero_point = search(w, None, config)
+    # A range just above the smallest that a scale can be stays as it is.
+    full = rounded.scale.reshape(scale.shape)
+    usable = scale >= jnp.finfo(jnp.float32).tiny
+    scale = jnp.where(usable, scale, full)
+    if zero_point is not None and rounded.zero_point is not None:
+        zero_point = jnp.where(usable, zero_point, rounded.zero_point.reshape(scale.shape))
+    values = round_to(w, scale, zero_point, config.bits).astype(jnp.int8)
+    return dataclasses.replace(
+        rounded,
+        values=values.reshape(rounded.values.shape),
+        scale=scale.reshape(rounded.scale.shape),
+        zero_point=None if zero_point is None else zero_point.reshape(rounded.scale.shape),
+    )

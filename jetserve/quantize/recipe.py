@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Sequence
 
+from jetserve.config import Clip
 from jetserve.models.base import Parameter, Role
 from jetserve.quantize import methods
 from jetserve.quantize.qarray import BLOCK_SIZE_MULTIPLE, QUANTIZE_TYPES, QuantizationConfig
@@ -39,12 +40,13 @@ class Target:
     """What one parameter becomes.
 
     `config` and `method` are there when it is rounded, with the block size that it really gets; `asked_block_size` is
-    the one that was asked for, by the type's default or by the user.
+    the one that was asked for, by the type's default or by the user. `clip`: how its scales are chosen.
     """
 
     action: Action
     config: QuantizationConfig | None = None
     method: str | None = None
+    clip: Clip = Clip.NONE
     asked_block_size: int | None = None
     quantize_activation: bool = False
 
@@ -136,6 +138,7 @@ class Recipe:
       block_size: as asked for, or None if it was not. What was asked for must fit; the default adapts.
       rules: of a recipe file, for the matrices that they match; None if there is none.
       method: of linear layers, where no rule says otherwise: the name of a file in `methods/`.
+      clip: how scales of linear layers are chosen.
       quantize_activation: whether linear layers quantize their other operand as they run.
     """
 
@@ -144,6 +147,7 @@ class Recipe:
     block_size: int | None = None
     rules: Rules | None = None
     method: str = ROUND_TO_NEAREST
+    clip: Clip = Clip.NONE
     quantize_activation: bool = False
 
     @classmethod
@@ -156,6 +160,7 @@ class Recipe:
         quantize_activation: bool = False,
         rules: Rules | None = None,
         method: str = ROUND_TO_NEAREST,
+        clip: Clip = Clip.NONE,
         source_quantized: bool,
     ) -> "Recipe":
         """The recipe that a user's settings ask for; None everywhere means "unset".
@@ -173,12 +178,18 @@ class Recipe:
                 f"quantize_activation takes quantized weights, but quantize type {quantize_type} leaves those of this"
                 f" checkpoint in floating point; ask for one of {', '.join(QUANTIZE_TYPES)}, or drop it"
             )
+        if clip is not Clip.NONE and linear is None and rules is None:
+            raise ValueError(
+                f"clip is {clip.value}, but quantize type {quantize_type} rounds no weight, so it would have no effect;"
+                f" drop it, or ask for one of {', '.join(QUANTIZE_TYPES)}"
+            )
         return cls(
             quantize_type=quantize_type,
             linear=linear,
             block_size=block_size if linear is not None else None,
             rules=rules,
             method=method,
+            clip=clip,
             quantize_activation=quantize_activation,
         )
 
@@ -212,6 +223,7 @@ class Recipe:
             action=Action.ROUND,
             config=_fitted(config, asked, parameter),
             method=method,
+            clip=self.clip if parameter.role is Role.LINEAR else Clip.NONE,
             asked_block_size=config.block_size,
             quantize_activation=config.quantize_activation,
         )

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jetserve.config import Clip
 from jetserve.models.base import Origin, Parameter, Role
 from jetserve.parallel.rules import Axes
 from jetserve.quantize.methods import rtn
 from jetserve.quantize.qarray import QUANTIZE_TYPES, QuantizationConfig, dequantize, quantize
-from jetserve.quantize.recipe import Action, Recipe, Rule
+from jetserve.quantize.recipe import Action, Overlap, Recipe, Rule, Rules
 from jetserve.quantize.recipe_file import parse_rules, read_rules
 
 
@@ -104,6 +105,25 @@ def test_rounding_rows_at_a_time_is_rounding_at_once(name: str, symmetric: bool)
     assert (found.zero_point is None) == symmetric
     difference = np.linalg.norm(np.asarray(dequantize(expected)).T - w) / np.linalg.norm(w)
     assert error == pytest.approx(difference, rel=1e-5)
+
+
+@pytest.mark.parametrize("quantize_type", ["none", "keep"])
+def test_clipping_takes_weights_that_are_rounded(quantize_type: str) -> None:
+    with pytest.raises(ValueError, match=f"clip is mse, but quantize type {quantize_type} rounds no weight"):
+        Recipe.from_settings(quantize_type, clip=Clip.MSE, source_quantized=True)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", ["int4_per_channel", "int4_blockwise"])
+def test_clipping_lowers_the_error_of_weights_with_outliers(name: str, symmetric: bool) -> None:
+    w = np.random.default_rng(0).standard_t(4, (20, 64)).astype(np.float32)
+    config = QuantizationConfig.from_name(name, symmetric=symmetric).for_contracted_size(64)
+    (_, plain), (clipped, error) = (
+        rtn.quantize_matrix(lambda a, b: w[a:b], w.shape, config, clip=clip, name="w", chunk_bytes=7 * 4 * 64)
+        for clip in Clip
+    )
+    assert error < 0.98 * plain
+    assert error == pytest.approx(np.linalg.norm(np.asarray(dequantize(clipped)).T - w) / np.linalg.norm(w), rel=1e-5)
 
 
 def test_a_nan_in_any_row_names_the_tensor() -> None:
@@ -238,3 +258,15 @@ def test_files_that_are_no_recipes_are_refused(tmp_path: Path, name: str, text: 
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_rules(tmp_path / name)
+
+
+def test_a_rule_has_the_method_of_the_command_unless_it_names_one() -> None:
+    rules = Rules(rules=(Rule(pattern="source", quantize_type="int4_per_channel"),), overlap=Overlap.REFUSED)
+    recipe = Recipe.from_settings("int8_per_channel", rules=rules, method="gptq", source_quantized=False)
+    plan = recipe.plan([parameter(Role.LINEAR), parameter(Role.FLOAT)])
+    assert plan["some.linear"].method == "gptq"
+    named = Rules(
+        rules=(Rule(pattern="source", quantize_type="int4_per_channel", method="gptq"),), overlap=Overlap.REFUSED
+    )
+    with pytest.raises(ValueError, match=r"'source' of the recipe has method gptq.*--quantize_method=gptq"):
+        Recipe.from_settings("int8_per_channel", rules=named, source_quantized=False).plan([parameter(Role.LINEAR)])

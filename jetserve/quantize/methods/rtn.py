@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetserve.config import Clip
+from jetserve.quantize import clipping
 from jetserve.quantize.qarray import QArray, QuantizationConfig, dequantize, quantize
 
 CHUNK_BYTES = 4 * 2**20
@@ -21,6 +23,7 @@ def quantize_matrix(
     shape: tuple[int, int],
     config: QuantizationConfig,
     *,
+    clip: Clip = Clip.NONE,
     name: str,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[QArray, float]:
@@ -30,6 +33,7 @@ def quantize_matrix(
       read_rows: rows [start, stop) of the source, [n, K], any float dtype.
       shape: (N, K) of the source.
       config: its block size must divide K.
+      clip: how scales are chosen.
       name: of the tensor, for errors.
       chunk_bytes: of float32 held at once.
 
@@ -50,6 +54,8 @@ def quantize_matrix(
     for start in range(0, N, step):
         rows = jnp.asarray(read_rows(start, min(start + step, N)))
         part = quantize(rows.T, config, name=name)
+        if clip is Clip.MSE:
+            part = clipping.with_best_scales(rows.T, part, config)
         errors = _squares(rows, part)
         squared_error += float(errors[0])
         squared_norm += float(errors[1])
