@@ -146,17 +146,19 @@ def _layer(
             if found is not None:
                 left.remove(parameter.path)
             _give(parameter, work.reader.read(parameter.source).T if found is None else found)
+    modules, stages = linears(layer), calibration.stages(layer)
     by_variable = {id(p.variable): p for p in parameters}
-    modules = linears(layer)
-    for number, stage in enumerate(calibration.stages(layer)):
-        group = [by_variable[id(modules[path].weight)] for path in stage]
-        group = [p for p in group if p.path in left]
-        if group:
-            left -= {p.path for p in group}
-            yield from _group(group, calibration.second_moment(layer, number), work)
+    groups = [[by_variable[id(modules[path].weight)] for path in stage] for stage in stages]
+    met = {p.path for group in groups for p in group}
     for parameter in parameters:
-        if parameter.path in left:
-            yield parameter, _fall_back(parameter, NEVER_MET, work)
+        if parameter.path in left - met:
+            weight = _fall_back(parameter, NEVER_MET, work)
+            _give(parameter, weight.array)
+            yield parameter, weight
+    for number, group in enumerate(groups):
+        todo = [p for p in group if p.path in left]
+        if todo:
+            yield from _group(todo, calibration.second_moment(layer, number), work)
 
 
 def _group(parameters: Sequence[Parameter], hessian: jax.Array, work: Work) -> Iterator[Made]:
