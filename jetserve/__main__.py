@@ -1,4 +1,4 @@
-"""`python -m jetserve convert|serve|chat|offline|loadtest`: the commands of an installed package."""
+"""`python -m jetserve convert|serve|chat|offline|evaluate|loadtest`: the commands of an installed package."""
 
 import sys
 
@@ -9,6 +9,7 @@ COMMANDS = {
     "serve": commands.serve_command,
     "chat": commands.chat_command,
     "offline": commands.offline_command,
+    "evaluate": commands.evaluate_command,
     "loadtest": commands.loadtest_command,
 }
 

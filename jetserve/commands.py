@@ -13,7 +13,7 @@ from absl import app
 from absl import flags as absl_flags
 from absl import logging as absl_logging
 
-from jetserve import convert_flags, flags, loadtest_flags
+from jetserve import convert_flags, evaluate_flags, flags, loadtest_flags
 
 FLAGS = absl_flags.FLAGS
 _DEBUG = absl_flags.DEFINE_bool("debug", False, "Show tracebacks and debug logs.")
@@ -114,6 +114,26 @@ def offline_command() -> None:
 
     groups = [flags.define_offline, flags.define_model, flags.define_sampling, flags.define_batch, flags.define_engine]
     _run("Generates from files of prompts, evaluates perplexity, benchmarks.", groups, command)
+
+
+def evaluate_command() -> None:
+    """Compares models: perplexity, divergence, lm-eval's tasks."""
+
+    def command() -> int:
+        config, sources, max_length = (
+            evaluate_flags.evaluate_config(),
+            evaluate_flags.evaluate_sources(),
+            flags.max_length(),
+        )
+        import jax
+
+        from jetserve.evaluate import compare
+
+        engine_config = flags.engine_config(platform=jax.default_backend())
+        return compare.run(config, sources, engine_config, max_length=max_length)
+
+    groups = [evaluate_flags.define_evaluate, flags.define_model, flags.define_batch, flags.define_engine]
+    _run("Compares models by perplexity, divergence and lm-eval's tasks.", groups, command)
 
 
 def loadtest_command() -> None:

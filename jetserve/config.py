@@ -156,6 +156,42 @@ class OfflineConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """Tasks of lm-eval.
+
+    `include_path`: a folder with further ones. `num_fewshot`: examples in a prompt; None is the task's. `limit`:
+    documents of each; None is all.
+    """
+
+    tasks: tuple[str, ...]
+    include_path: Path | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What `python -m jetserve.evaluate` measures of every model: a text, tasks, or both; and the files it writes.
+
+    `window` and `max_tokens` of `text_file`, and `reference_checkpoint`, are as in `OfflineConfig`.
+    """
+
+    text_file: Path | None = None
+    window: int = 1024
+    max_tokens: int | None = None
+    reference_checkpoint: str | None = None
+    tasks: TaskSettings | None = None
+    output_file: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.text_file is None and self.tasks is None:
+            raise ValueError("neither text_file nor tasks are set; expected a text, tasks, or both")
+        if self.plot is not None and self.text_file is None:
+            raise ValueError("a plot is of perplexity, which takes a text_file; set it")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class InteractiveConfig:
     """What `run_interactive.py` starts with: a system message, and how answers are sampled."""
 

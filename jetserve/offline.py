@@ -17,12 +17,13 @@ from typing import Any
 
 import tqdm
 
-from jetserve import batch_files, benchmark, evaluate
+from jetserve import batch_files, benchmark
 from jetserve.batch_files import PromptLine, ResultFile
 from jetserve.config import EngineConfig, ModelSource, OfflineConfig
 from jetserve.engine.build import build_engine
 from jetserve.engine.engine import Engine
 from jetserve.engine.scheduler import QueueFullError
+from jetserve.evaluate import perplexity
 from jetserve.tokenizer import Tokenizer
 from jetserve.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs, Usage
 
@@ -36,7 +37,7 @@ RUN_AHEAD = 64
 
 
 def run(config: OfflineConfig, source: ModelSource, engine_config: EngineConfig, *, max_length: int | None) -> int:
-    """Does one task. The last line on standard output is its JSON summary; see `generate`, `evaluate`, `benchmark`.
+    """Does one task. The last line on standard output is its JSON summary; see `generate`, `perplexity`, `benchmark`.
 
     Args:
       config: the task and its files.
@@ -54,7 +55,7 @@ def run(config: OfflineConfig, source: ModelSource, engine_config: EngineConfig,
     if config.task == "generate":
         summary, code = generate(config, source, engine_config, max_length=max_length)
     elif config.task == "perplexity":
-        summary = evaluate.run(config, source, engine_config, max_length=max_length)
+        summary = perplexity.run(config, source, engine_config, max_length=max_length)
     elif config.task == "benchmark":
         result = benchmark.run(config, source, engine_config, max_length=max_length)
         summary = result.summary

@@ -16,7 +16,7 @@ from jetserve.checkpoint.native import NativeCheckpoint
 from jetserve.config import CalibrationConfig, EngineConfig, GPTQConfig, MeshConfig
 from jetserve.convert import convert
 from jetserve.engine.runner import Runner
-from jetserve.evaluate import measure
+from jetserve.evaluate.perplexity import measure
 from jetserve.gptq import GPTQQuantizer, load_quantized_model
 from jetserve.parallel.mesh import make_mesh
 from jetserve.quantize.dataset import calibration_windows

@@ -160,13 +160,16 @@ def run(
     if max_length is not None and config.window > max_length:
         raise ValueError(f"--window is {config.window}, but --max_cache_length is {max_length}; make one fit the other")
     build.enable_compilation_cache(source.cache_dir)
-    loaded = build.load_source(source, engine_config, progress=_loading("model"))
+    loaded = build.load_source(source, engine_config, progress=loading("model"))
     tokenizer = build.tokenizer_of(loaded)
-    windows = cut(_encode(tokenizer, text), config.window, config.sampling.max_tokens, str(config.text_file))
-    runner = _make_runner(loaded, engine_config, config.window)
-    reference = _load_reference(config, source, engine_config, loaded, text)
+    windows = cut(encode(tokenizer, text), config.window, config.sampling.max_tokens, str(config.text_file))
+    runner = make_runner(loaded, engine_config, config.window)
+    reference = None
+    if config.reference_checkpoint is not None:
+        reference = load_reference(config.reference_checkpoint, source.cache_dir, engine_config)
+        check_comparable(config.reference_checkpoint, reference, loaded, text)
     start = time.perf_counter()
-    other = None if reference is None else _make_runner(reference, engine_config, config.window)
+    other = None if reference is None else make_runner(reference, engine_config, config.window)
     summary = measure(runner, windows, reference=other).summary()
     seconds = time.perf_counter() - start
     tokens = sum(map(len, windows))
@@ -191,7 +194,9 @@ def run(
     return result
 
 
-def _loading(what: str) -> Any:
+def loading(what: str) -> Any:
+    """A progress bar of what is loaded, for `build.load_source`."""
+
     def progress(work: Sequence[Any]) -> Any:
         return tqdm.tqdm(work, desc=f"loading the {what}", unit="tensor", mininterval=1)
 
@@ -213,7 +218,8 @@ def read_text(path: Path) -> str:
     return text
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, none added."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -233,7 +239,8 @@ def cut(token_ids: list[int], window: int, limit: int | None, name: str) -> list
     return [token_ids[start : start + window] for start in range(0, whole, window)]
 
 
-def _make_runner(loaded: LoadedModel, config: EngineConfig, window: int) -> Runner:
+def make_runner(loaded: LoadedModel, config: EngineConfig, window: int) -> Runner:
+    """A runner for one text of up to `window` tokens at a time. Raises ValueError for more than the model takes."""
     limit = loaded.config.max_position
     if window > limit:
         raise ValueError(f"--window is {window}, but the model was made for up to {limit} tokens; lower it")
@@ -247,31 +254,29 @@ def _make_runner(loaded: LoadedModel, config: EngineConfig, window: int) -> Runn
     return Runner(loaded.model, config, make_mesh(config.mesh))
 
 
-def _load_reference(
-    config: OfflineConfig, source: ModelSource, engine_config: EngineConfig, loaded: LoadedModel, text: str
-) -> LoadedModel | None:
-    """The model to compare with, checked to speak of the same tokens; None if none is asked for."""
-    path = config.reference_checkpoint
-    if path is None:
-        return None
+def load_reference(path: str, cache_dir: Path, engine_config: EngineConfig) -> LoadedModel:
+    """A model to compare with, in floating point, or as it is if it is a converted checkpoint."""
     local = hub.local_path(path)
     source = ModelSource(
         checkpoint_path=str(local),
         quantize_type=None if detect.format_of(local) == detect.NATIVE else NONE,
-        cache_dir=source.cache_dir,
+        cache_dir=cache_dir,
     )
-    reference = build.load_source(source, engine_config, progress=_loading("reference"))
+    return build.load_source(source, engine_config, progress=loading("reference"))
+
+
+def check_comparable(path: str, reference: LoadedModel, loaded: LoadedModel, text: str) -> None:
+    """Checks that the reference at `path` speaks of the same tokens as a model. Raises ValueError if it does not."""
     found, expected = reference.config.vocab_size, loaded.config.vocab_size
     if found != expected:
         raise ValueError(
             f"--reference_checkpoint {path} has a vocabulary of {found} tokens, the model one of {expected};"
             " expected the same: only models with one tokenizer can be compared"
         )
-    if reference.tokenizer is not None:
-        ids = _encode(reference.tokenizer, text)
-        if ids != _encode(build.tokenizer_of(loaded), text):
-            raise ValueError(
-                f"--reference_checkpoint {path} has another tokenizer: the text's tokens differ from the model's;"
-                " expected the same"
-            )
-    return reference
+    if reference.tokenizer is not None and encode(reference.tokenizer, text) != encode(
+        build.tokenizer_of(loaded), text
+    ):
+        raise ValueError(
+            f"--reference_checkpoint {path} has another tokenizer: the text's tokens differ from the model's; expected"
+            " the same"
+        )

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
-from jetserve import evaluate, offline
+from jetserve import offline
 from jetserve.config import CacheConfig, EngineConfig, ModelSource, OfflineConfig, SamplingDefaults
 from jetserve.default_model import default_cache_dir
+from jetserve.evaluate import perplexity
 from jetserve.testing import make_tiny_checkpoint
 
 WINDOW = 48
@@ -49,7 +50,7 @@ def run(
     )
     max_length = changes.pop("max_length", None)
     source = ModelSource(checkpoint_path=str(model), cache_dir=default_cache_dir(), **changes)
-    return evaluate.run(config, source, limits, max_length=max_length)
+    return perplexity.run(config, source, limits, max_length=max_length)
 
 
 def logits_of(model: Path, windows: list[list[int]]) -> list[np.ndarray]:
@@ -194,7 +195,7 @@ def test_files_that_are_not_there(model: Path, text: Path, tmp_path: Path) -> No
     with pytest.raises(FileNotFoundError, match=r"--text_file .* does not exist"):
         run(model, tmp_path / "missing.txt")
     with pytest.raises(ValueError, match="--text_file is not set"):
-        evaluate.run(OfflineConfig(task="perplexity"), ModelSource(cache_dir=tmp_path), LIMITS, max_length=None)
+        perplexity.run(OfflineConfig(task="perplexity"), ModelSource(cache_dir=tmp_path), LIMITS, max_length=None)
     with pytest.raises(ValueError, match="missing"):
         run(model, text, reference=str(tmp_path / "missing"))
 
