@@ -3,51 +3,10 @@
 
 #include "attention.cc"
 
-#include <cstdio>
-#include <cstdlib>
-#include <mutex>
-#include <thread>
+#include "native_harness.h"
 
 namespace jetserve {
 namespace {
-
-std::mutex threads_lock;
-std::vector<std::thread> threads;
-
-// XLA's interface, of which the kernels use the thread pool: two threads.
-XLA_FFI_Error* Schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
-  std::lock_guard<std::mutex> lock(threads_lock);
-  threads.emplace_back(args->task, args->data);
-  return nullptr;
-}
-XLA_FFI_Error* NumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
-  *args->num_threads = 2;
-  return nullptr;
-}
-XLA_FFI_Api Api() {
-  XLA_FFI_Api api{};
-  api.XLA_FFI_ThreadPool_Schedule = Schedule;
-  api.XLA_FFI_ThreadPool_NumThreads = NumThreads;
-  return api;
-}
-
-// An array on the heap that begins one element after what malloc aligned, and ends where its allocation ends.
-template <typename T>
-struct Array {
-  std::vector<int64_t> dims;
-  std::unique_ptr<char[]> room;
-  XLA_FFI_Buffer buffer{};
-
-  explicit Array(std::vector<int64_t> sizes, T value = T{}) : dims(std::move(sizes)) {
-    int64_t count = 1;
-    for (int64_t size : dims) count *= size;
-    room.reset(new char[(count + 1) * sizeof(T)]);
-    buffer.data = room.get() + sizeof(T);
-    buffer.rank = dims.size(), buffer.dims = dims.data();
-    std::fill_n(data(), count, value);
-  }
-  T* data() { return static_cast<T*>(buffer.data); }
-};
 
 struct Case {
   std::vector<int32_t> old, fresh;  // tokens in the pages, and in this batch, of each sequence
@@ -92,26 +51,15 @@ struct Call {
   }
 
   ffi::Error Run() {
-    static const XLA_FFI_Api api = Api();
-    ffi::DiagnosticEngine diagnostic;
-    auto pool = ffi::CtxDecoding<ffi::ThreadPool>::Decode(&api, nullptr, diagnostic);
+    TwoThreads threads;
     auto floats = [](Array<float>& a) { return ffi::Buffer<ffi::F32>(&a.buffer); };
     auto numbers = [](Array<int32_t>& a) { return ffi::Buffer<ffi::S32>(&a.buffer); };
     ffi::Buffer<kType> paged(&values.buffer);
-    ffi::Error error = AttentionImpl<Page, kType>(
-        *pool, floats(q), floats(k), floats(v), paged, floats(scale), numbers(positions), numbers(starts),
+    return AttentionImpl<Page, kType>(
+        threads.pool, floats(q), floats(k), floats(v), paged, floats(scale), numbers(positions), numbers(starts),
         numbers(table), floats(slopes), floats(out), paged, floats(scale), 0.125f, c.cap, c.window);
-    for (std::thread& thread : threads) thread.join();
-    threads.clear();
-    return error;
   }
 };
-
-void Require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "%s\n", what);
-  std::exit(1);
-}
 
 // All values are 1, in the pages and in the batch, so every result of a token is, and that of padding 0.
 template <typename Page, ffi::DataType kType>

@@ -51,7 +51,7 @@ def test_avx2_where_there_is_better(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the compiler knows other processors")
-@pytest.mark.parametrize("processor", ["haswell", "icelake-server"])
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "icelake-server"])
 def test_the_sources_compile_for_other_processors(processor: str) -> None:
     command = [*native.compile_command(f"-march={processor}"), "-fsyntax-only"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -85,12 +85,13 @@ def test_sanitizers_find_nothing(tmp_path: Path, runtimes: str) -> None:
 
 
 @pytest.mark.usefixtures("runtimes")
-def test_sanitizers_find_nothing_at_the_edges(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kernel", "cases"), [("attention", 27), ("quantized_matmul", 1152)])
+def test_sanitizers_find_nothing_at_the_edges(kernel: str, cases: int, tmp_path: Path) -> None:
     """Buffers as XLA never makes them, empty batches, and numbers that point elsewhere."""
-    program = tmp_path / "attention_memory"
+    program = tmp_path / kernel
     command = [native.compiler(), "-std=c++17", native.march_flag(), *SANITIZERS, "-isystem", jax.ffi.include_dir()]
-    command += ["-I", str(Path(native.__file__).parent), str(HERE / "attention_memory.cc"), "-pthread", "-o", program]
+    command += ["-I", str(Path(native.__file__).parent), str(HERE / f"{kernel}_memory.cc"), "-pthread", "-o", program]
     for step in (command, [program]):
         done = subprocess.run(step, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
-    assert "27 cases" in done.stdout
+    assert f"{cases} cases" in done.stdout

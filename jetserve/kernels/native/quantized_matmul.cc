@@ -467,6 +467,9 @@ ffi::ErrorOr<Weight> AsWeight(ffi::Buffer<ffi::U8> data, ffi::Span<const int64_t
   if ((bits != 4 && bits != 8) || block <= 0 || block % kStep || padded % block) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("found bits, a block size or K that the layout does not have"));
   }
+  if (reinterpret_cast<uintptr_t>(data.untyped_data()) % 4) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("found a packed weight that is not aligned to 4 bytes"));
+  }
   const Weight w(data.typed_data(), N, padded / kStep, block / kStep, static_cast<int>(bits), attributes[kIsHalf] != 0,
                  attributes[kHasOffset] != 0);
   if (static_cast<int64_t>(data.element_count()) != w.tiles * w.tile_bytes) {
