@@ -3,6 +3,8 @@
 Owns the rules by which a sequence stops. Knows nothing of scheduling or devices.
 """
 
+import dataclasses
+
 from jetserve.engine.guided import Matcher
 from jetserve.engine.runner import SampledToken
 from jetserve.engine.sampling import Row, resolve_seed
@@ -25,7 +27,6 @@ class Stream:
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer, matcher: Matcher | None) -> None:
         self.sequence = sequence
-        self._seed = resolve_seed(sequence.sampling, sequence.index)
         self._matcher = matcher
         ends = frozenset(tokenizer.eos_token_ids)
         ignores_ends = sequence.sampling.ignore_eos
@@ -33,7 +34,16 @@ class Stream:
         if not ignores_ends or matcher is not None:
             self._stop_ids |= ends
         # After an end of sequence a guide has nothing to go on with, so ignoring it means that it must not come.
-        self._unwanted = ends if ignores_ends and matcher is not None else frozenset()
+        unwanted = ends if ignores_ends and matcher is not None else frozenset()
+        self._row = Row(
+            params=sequence.sampling,
+            seed=resolve_seed(sequence.sampling, sequence.index),
+            tokens=sequence.tokens,
+            prompt_length=len(sequence.prompt_token_ids),
+            banned=tuple(unwanted),
+            matcher=matcher,
+        )
+        self._early_row = dataclasses.replace(self._row, banned=tuple(self._stop_ids))
         self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=sequence.prompt_token_ids)
         if matcher is not None:  # half a character at the end of the prompt is no part of what has a form
@@ -42,16 +52,8 @@ class Stream:
 
     def row(self) -> Row:
         """How the next token is to be sampled."""
-        sequence = self.sequence
-        early = sequence.num_output_tokens < sequence.sampling.min_tokens
-        return Row(
-            params=sequence.sampling,
-            seed=self._seed,
-            tokens=sequence.tokens,
-            prompt_length=len(sequence.prompt_token_ids),
-            banned=tuple(self._stop_ids if early else self._unwanted),
-            matcher=self._matcher,
-        )
+        is_early = self.sequence.num_output_tokens < self.sequence.sampling.min_tokens
+        return self._early_row if is_early else self._row
 
     @property
     def why_no_token(self) -> tuple[FinishReason, str]:

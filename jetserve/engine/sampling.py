@@ -6,6 +6,7 @@ position alone (one number from a counter-based key), so a request gives the sam
 """
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -73,7 +74,7 @@ class Sampled:
 class Row:
     """What the sampler needs of one sequence.
 
-    `tokens` are all so far. `banned` may not come now, unless the `matcher` allows nothing else.
+    `tokens` are all so far, and grow. `banned` may not come now, unless the `matcher` allows nothing else.
     """
 
     params: SamplingParams
@@ -83,7 +84,7 @@ class Row:
     banned: Seq[int] = ()
     matcher: Matcher | None = None
 
-    @property
+    @functools.cached_property
     def is_plain_greedy(self) -> bool:
         """Whether the argmax of the raw logits is all that is asked for."""
         p = self.params
