@@ -98,15 +98,18 @@ class ModelSource:
     """Which model to load, and as what.
 
     `checkpoint_path`: a converted checkpoint, a Hugging Face folder, a GGUF file or a hub id; None is the default
-    model. `tokenizer_path`: a folder or file that takes the place of the checkpoint's own tokenizer. `quantize_type`:
-    one of the four types, "none" or "keep"; None is the checkpoint's own. `block_size`: weights a scale, for blockwise
-    types. `symmetric`: None is the checkpoint's own, symmetric when quantizing. `quantize_recipe`: a file of rules for
-    single tensors. `quantize_activation`: int8 activations
-    in matmuls with quantized weights. `cpu_activation`: "int8" lets the CPU kernels quantize activations, a scale for
+    model. `model_name` and `size`: of a preset (`models.presets`), with random weights where there is no checkpoint,
+    and what one must agree with where there is. `tokenizer_path`: a folder or file that takes the place of the
+    checkpoint's own tokenizer. `quantize_type`: one of the four types, "none" or "keep"; None is the checkpoint's
+    own. `block_size`: weights a scale, for blockwise types. `symmetric`: None is the checkpoint's own, symmetric when
+    quantizing. `quantize_recipe`: a file of rules for single tensors. `quantize_activation`: int8 activations in
+    matmuls with quantized weights. `cpu_activation`: "int8" lets the CPU kernels quantize activations, a scale for
     every 32; "float32" leaves them exact. `cache_dir`: where fetched models and compiled programs are kept.
     """
 
     checkpoint_path: str | None = None
+    model_name: str | None = None
+    size: str | None = None
     tokenizer_path: str | None = None
     quantize_type: str | None = None
     block_size: int | None = None
@@ -121,6 +124,12 @@ class ModelSource:
             raise ValueError(f"cpu_activation is {self.cpu_activation!r}; expected {' or '.join(CPU_ACTIVATIONS)}")
         if self.quantize_activation and self.cpu_activation == "float32":
             raise ValueError("quantize_activation contradicts cpu_activation float32; drop one of the two")
+        if (self.model_name is None) != (self.size is None):
+            raise ValueError(
+                f"model_name is {self.model_name} and size is {self.size}; expected both (llama-2 and 7b) or none"
+            )
+        if self.model_name is not None and self.checkpoint_path is None and self.quantize_recipe is not None:
+            raise ValueError("quantize_recipe is for checkpoints, but the weights of a preset are random; drop it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

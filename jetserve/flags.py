@@ -86,6 +86,14 @@ def define_model() -> None:
         "A converted checkpoint, a Hugging Face folder, a GGUF file or a hub id (owner/name). Unset: the default model,"
         " SmolLM2-135M-Instruct, fetched once.",
     )
+    define(
+        flags.DEFINE_string,
+        "model_name",
+        None,
+        "A published model, such as llama-2, with --size: its shapes with random weights, for benchmarks. With a"
+        " checkpoint, what that must be.",
+    )
+    define(flags.DEFINE_string, "size", None, "Of --model_name, such as 7b.")
     define(flags.DEFINE_string, "tokenizer_path", None, "A tokenizer's folder, in place of the checkpoint's own.")
     define_quantization()
     define(
@@ -269,6 +277,8 @@ def model_source() -> ModelSource:
     """From `define_model`."""
     return ModelSource(
         checkpoint_path=FLAGS.checkpoint_path,
+        model_name=FLAGS.model_name,
+        size=FLAGS.size,
         tokenizer_path=FLAGS.tokenizer_path,
         quantize_type=quantize_type(),
         block_size=FLAGS.block_size,

@@ -30,6 +30,7 @@ def random_model(
     quantize_activation: bool = False,
     mesh: Mesh,
     dtype: jnp.dtype,
+    exact_activations: bool = True,
     seed: int = 0,
     progress: Progress = silent,
 ) -> LoadedModel:
@@ -64,7 +65,7 @@ def random_model(
         abstract = jax.eval_shape(kind.make, key)
         weight = _placed(key, kind, shardings(parameter, abstract, mesh))
         reports.append(_report(parameter, abstract, wanted))
-        give(parameter, weight)
+        give(parameter, weight, exact_activations=exact_activations)
     return LoadedModel(
         model=model,
         config=config,

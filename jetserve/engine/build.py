@@ -13,13 +13,16 @@ from jetserve import convert, default_model
 from jetserve.checkpoint import hub, load
 from jetserve.checkpoint.load import LoadedModel, Progress, silent
 from jetserve.checkpoint.native import FORMAT_VERSION
+from jetserve.checkpoint.random_weights import random_model
 from jetserve.config import EngineConfig, ModelSource
 from jetserve.engine.engine import Engine
 from jetserve.engine.runner import Runner
+from jetserve.models import base, presets
 from jetserve.parallel.mesh import make_mesh
 from jetserve.quantize.recipe import KEEP, NONE, Recipe
 from jetserve.quantize.recipe_file import read_rules
 from jetserve.tokenizer import Tokenizer
+from jetserve.tokenizer.of_bytes import byte_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,24 @@ def load_source(
     Raises:
       CheckpointError, ValueError, RuntimeError: see `load.load_model` and `default_model.fetch`.
     """
+    if source.model_name is not None and source.checkpoint_path is None:
+        loaded = _random_model(source, config, devices, progress)
+    else:
+        loaded = _load_checkpoint(source, config, devices, progress)
+    if source.tokenizer_path is not None:
+        loaded = dataclasses.replace(loaded, tokenizer=Tokenizer.from_folder(source.tokenizer_path))
+    return loaded
+
+
+def _load_checkpoint(
+    source: ModelSource, config: EngineConfig, devices: list[jax.Device] | None, progress: Progress
+) -> LoadedModel:
     if source.checkpoint_path is None:
         source, path = _default_checkpoint(source)
     else:
         path = hub.local_path(source.checkpoint_path)
-    loaded = load.load_model(
+        _check_is_preset(source, path)
+    return load.load_model(
         path,
         quantize_type=source.quantize_type,
         block_size=source.block_size,
@@ -57,9 +73,45 @@ def load_source(
         exact_activations=source.cpu_activation == "float32",
         progress=progress,
     )
-    if source.tokenizer_path is not None:
-        loaded = dataclasses.replace(loaded, tokenizer=Tokenizer.from_folder(source.tokenizer_path))
-    return loaded
+
+
+def _random_model(
+    source: ModelSource, config: EngineConfig, devices: list[jax.Device] | None, progress: Progress
+) -> LoadedModel:
+    """The preset that `source` names, with random weights and a token for every byte."""
+    assert source.model_name is not None
+    assert source.size is not None
+    logger.warning("%s has random weights: its texts mean nothing, only its speed does", model_name(source))
+    loaded = random_model(
+        presets.preset(source.model_name, source.size),
+        quantize_type=source.quantize_type,
+        block_size=source.block_size,
+        symmetric=source.symmetric,
+        quantize_activation=source.quantize_activation,
+        mesh=make_mesh(config.mesh, devices),
+        dtype=jnp.dtype(config.dtype),
+        exact_activations=source.cpu_activation == "float32",
+        progress=progress,
+    )
+    return dataclasses.replace(loaded, tokenizer=byte_tokenizer())
+
+
+def _check_is_preset(source: ModelSource, path: Path) -> None:
+    """Raises ValueError if a checkpoint is not of the preset that `source` names beside it, saying how they differ."""
+    if source.model_name is None or source.size is None:
+        return
+    hf_config = presets.preset(source.model_name, source.size)
+    wanted = base.find(hf_config["model_type"]).Config.from_hf(hf_config)
+    opened = load.open_model(path, quantize_type=source.quantize_type)
+    found = {"model_type": opened.hf_config["model_type"], "layers": opened.config.num_layers, **opened.config.sizes}
+    expected = {"model_type": hf_config["model_type"], "layers": wanted.num_layers, **wanted.sizes}
+    if found != expected:
+        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise ValueError(
+            f"{path} is no {_preset_name(source)}: "
+            + ", ".join(f"{name} is {found.get(name)}, expected {expected.get(name)}" for name in differing)
+            + "; drop --model_name and --size, or name what it is"
+        )
 
 
 def _default_checkpoint(source: ModelSource) -> tuple[ModelSource, Path]:
@@ -106,7 +158,11 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 
 def model_name(source: ModelSource) -> str:
     """What a report calls the model."""
-    return source.checkpoint_path or default_model.NAME
+    return source.checkpoint_path or _preset_name(source) or default_model.NAME
+
+
+def _preset_name(source: ModelSource) -> str | None:
+    return None if source.model_name is None else f"{source.model_name}-{source.size}"
 
 
 def build_engine(
