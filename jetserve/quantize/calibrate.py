@@ -28,6 +28,9 @@ KEPT_BYTES = 4 * 2**30
 """Of the host, for what the linear layers of one layer make of all windows; without that room it is computed again for
 every stage, which takes twice as long."""
 
+GRAM_BLOCK = 256
+"""Inputs a block of their second moment, which is symmetric."""
+
 Stage = tuple[str, ...]
 """The paths within a layer of linear layers that take the same input, such as ("attention.q", "attention.k")."""
 Outputs = tuple[jax.Array | np.ndarray, ...]
@@ -159,8 +162,21 @@ def _second_moment(
     """
     meetings = _meetings(nnx.merge(graph, state), args, kept)[1]
     x = meetings[stage].x
-    x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    return jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST), [m.outputs for m in meetings[len(kept) : stage]]
+    gram = _gram(x.reshape(-1, x.shape[-1]).astype(jnp.float32))
+    return gram, [m.outputs for m in meetings[len(kept) : stage]]
+
+
+def _gram(x: jax.Array) -> jax.Array:
+    """x^T x of [T, K], from the blocks on and above its diagonal."""
+    parts = jnp.array_split(x, max(1, x.shape[1] // GRAM_BLOCK), axis=1)
+    blocks = {
+        (i, j): jnp.matmul(parts[i].T, parts[j], precision=jax.lax.Precision.HIGHEST)
+        for i in range(len(parts))
+        for j in range(i, len(parts))
+    }
+    return jnp.block(
+        [[blocks[i, j] if i <= j else blocks[j, i].T for j in range(len(parts))] for i in range(len(parts))]
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -38,6 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_second_moments_are_those_of_what_layers_meet(model: Model, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     monkeypatch.setattr(calibrate, "KEPT_BYTES", room)
     monkeypatch.setattr(calibrate, "STEP_TOKENS", 48)  # three batches of two windows
+    monkeypatch.setattr(calibrate, "GRAM_BLOCK", 24)
     calibration = Calibration(model, WINDOWS)
     assert len(calibration.layers) == 2
     for layer in calibration.layers:
