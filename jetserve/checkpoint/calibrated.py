@@ -25,7 +25,7 @@ from jetserve.models.base import Model, Parameter
 from jetserve.quantize.calibrate import Calibration, linears
 from jetserve.quantize.dataset import calibration_windows
 from jetserve.quantize.methods import gptq
-from jetserve.quantize.qarray import QUANTIZE_TYPES, QArray, by_expert, dequantize
+from jetserve.quantize.qarray import QUANTIZE_TYPES, QArray, by_expert, dequantize, quantize
 from jetserve.quantize.recipe import Target
 from jetserve.tokenizer import Tokenizer
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 NEVER_MET = "no linear layer was seen to take it"
 NOT_DEFINITE = "no damping makes the second moment of its inputs positive definite"
+NO_TOKENS = "no token of the calibration text reaches it"
 UNBOUNDED = "its weights grow beyond all bounds"
 
 Finished = Callable[[str], QArray | np.ndarray | None]
@@ -162,34 +163,65 @@ def _layer(
 
 
 def _group(parameters: Sequence[Parameter], hessian: jax.Array, work: Work) -> Iterator[Made]:
-    """Weights that take the same input."""
+    """Weights that take the same input; of several experts, each by the tokens that were sent to it."""
     options = gptq.Options.of(work.config)
-    factor = gptq.factorize(hessian, options)
+    hessians = hessian[None] if hessian.ndim == 2 else hessian
+    factors = [gptq.factorize(h, options) if bool(jnp.trace(h) != 0) else None for h in hessians]
     for parameter in parameters:
-        config = work.targets[parameter.path].config
+        target = work.targets[parameter.path]
+        config = target.config
         assert config is not None
-        w = parameter.variable.get_value()
-        rounded = None if factor is None else gptq.quantize_matrix(w, factor, config, options)
-        if rounded is None:
-            weight = _fall_back(parameter, NOT_DEFINITE if factor is None else UNBOUNDED, work)
+        value = parameter.variable.get_value()
+        w = value.reshape(len(factors), *value.shape[-2:])
+        found = [
+            None if factor is None else gptq.quantize_matrix(matrix, factor, config, options)
+            for matrix, factor in zip(w, factors, strict=True)
+        ]
+        reasons = [_reason(h, f) for h, f, q in zip(hessians, factors, found, strict=True) if q is None]
+        if len(reasons) == len(found):
+            weight = _fall_back(parameter, reasons[0], work)
         else:
+            whole = [quantize(m, config) if q is None else q for m, q in zip(w, found, strict=True)]
+            rounded = jax.tree.map(lambda *leaves: jnp.stack(leaves), *whole)
             weight = quantized_weight(
-                jax.tree.map(np.asarray, rounded),
+                _side_by_side(rounded),
                 config.bits,
                 parameter,
                 error=float(_relative_error(w, rounded)),
-                output_error=float(gptq.output_error(w, rounded, hessian)),
-                asked=work.targets[parameter.path].asked_block_size,
+                output_error=float(gptq.output_error(w, rounded, hessians)),
+                asked=target.asked_block_size,
             )
+            if reasons:
+                weight = _with_reason(weight, f"{len(reasons)} of {len(found)} experts: {reasons[0]}", work)
         _give(parameter, weight.array)
         yield parameter, weight
 
 
+def _reason(hessian: jax.Array, factor: gptq.Factor | None) -> str:
+    if factor is not None:
+        return UNBOUNDED
+    return NOT_DEFINITE if bool(jnp.trace(hessian) != 0) else NO_TOKENS
+
+
+def _side_by_side(experts: QArray) -> QArray:
+    """On the host, [E, K, N] as [K, E * N], the form in which experts are stored."""
+
+    def join(leaf: jax.Array) -> np.ndarray:
+        return np.moveaxis(np.asarray(leaf), 0, -2).reshape(*leaf.shape[1:-1], -1)
+
+    return jax.tree.map(join, experts)
+
+
 def _fall_back(parameter: Parameter, reason: str, work: Work) -> HostWeight:
+    return _with_reason(work.to_nearest(parameter), reason, work)
+
+
+def _with_reason(weight: HostWeight, reason: str, work: Work) -> HostWeight:
+    """A weight that was rounded to nearest, or a part of it was. Raises ValueError where that is not wanted."""
+    name = weight.report.name
     if work.config.strict:
-        raise ValueError(f"{parameter.source} cannot be done by GPTQ: {reason}. Without --strict it would be rounded")
-    logger.warning("%s is rounded to nearest: %s", parameter.source, reason)
-    weight = work.to_nearest(parameter)
+        raise ValueError(f"{name} cannot be done by GPTQ: {reason}. Without --strict it would be rounded to nearest")
+    logger.warning("%s is rounded to nearest: %s", name, reason)
     return dataclasses.replace(weight, report=dataclasses.replace(weight.report, fallback=reason))
 
 

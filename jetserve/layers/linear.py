@@ -12,22 +12,29 @@ from flax import nnx
 from jetserve.kernels import select
 from jetserve.parallel.rules import Axes
 
-Observer = Callable[[jax.Array, tuple["Linear", ...]], list[jax.Array] | None]
+Observer = Callable[[jax.Array, tuple["Linear", ...], jax.Array | None], list[jax.Array] | None]
 
 _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("observer", default=None)
 
 
 @contextlib.contextmanager
 def observe(observer: Observer | None) -> Iterator[None]:
-    """Shows `observer` the input and the layers of every `project` that is run or traced within.
+    """Shows `observer` the input and the layers of every `project` and `Experts` that is run or traced within.
 
-    What it returns, if anything, takes the place of their outputs.
+    Of experts it is also shown how many rows of the input each of them has. What it returns, if anything, takes the
+    place of the outputs.
     """
     token = _observer.set(observer)
     try:
         yield
     finally:
         _observer.reset(token)
+
+
+def shown(x: jax.Array, linears: tuple["Linear", ...], group_sizes: jax.Array | None = None) -> list[jax.Array] | None:
+    """Shows the observer, if there is one, what layers meet, and returns the outputs that it has for them."""
+    observer = _observer.get()
+    return None if observer is None else observer(x, linears, group_sizes)
 
 
 class Linear(nnx.Module):
@@ -55,7 +62,7 @@ def project(x: jax.Array, *linears: Linear, out_dtype: jnp.dtype | None = None) 
 
     Layers that share the very variable of their input order, or have none, take one gather and one call.
     """
-    if (observer := _observer.get()) is not None and (outputs := observer(x, linears)) is not None:
+    if (outputs := shown(x, linears)) is not None:
         return outputs
     order = linears[0].input_order
     if any(linear.input_order is not order for linear in linears):

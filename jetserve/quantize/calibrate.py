@@ -18,6 +18,7 @@ from flax import nnx
 from jetserve.kernels import select
 from jetserve.kernels.attention import KVPages, RaggedBatch
 from jetserve.layers.linear import Linear, observe, project
+from jetserve.layers.moe import Experts
 from jetserve.layers.stack import replaced_by
 from jetserve.models.base import Model
 
@@ -96,6 +97,7 @@ class Calibration:
     def second_moment(self, layer: nnx.Module, stage: int) -> jax.Array:
         """The mean over all tokens of x x^T, x the input of the linear layers of a stage: float32 [K, K].
 
+        Of experts it is [E, K, K], each one's sum over the tokens that were sent to it.
         To be asked for by rising stages, each when the weights of those before it are what they are to stay.
         """
         graph, state = nnx.split(layer)
@@ -124,10 +126,11 @@ def linears(layer: nnx.Module) -> dict[str, Linear]:
 
 @dataclasses.dataclass(frozen=True)
 class _Meeting:
-    """One call of `project`."""
+    """One call of `project`, or of `Experts` whose rows are sorted by expert in groups of some sizes."""
 
     x: jax.Array
     layers: tuple[Linear, ...]
+    group_sizes: jax.Array | None
     outputs: Outputs
 
 
@@ -135,12 +138,16 @@ def _meetings(layer: nnx.Module, args: tuple, kept: tuple[Outputs, ...]) -> tupl
     """What a layer returns, and its calls of `project` in order; outputs that were kept are not computed."""
     found: list[_Meeting] = []
 
-    def meet(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
+    def meet(x: jax.Array, layers: tuple[Linear, ...], group_sizes: jax.Array | None) -> list[jax.Array]:
         outputs = kept[len(found)] if len(found) < len(kept) else None
         if outputs is None:
             with observe(None):
-                outputs = tuple(project(x, *layers))
-        found.append(_Meeting(x, layers, outputs))
+                outputs = tuple(
+                    project(x, *layers)
+                    if group_sizes is None
+                    else [layer(x, group_sizes) for layer in layers if isinstance(layer, Experts)]
+                )
+        found.append(_Meeting(x, layers, group_sizes, outputs))
         return [jnp.asarray(y) for y in outputs]
 
     with observe(meet):
@@ -161,9 +168,16 @@ def _second_moment(
     What the layer computes after the stage is not compiled.
     """
     meetings = _meetings(nnx.merge(graph, state), args, kept)[1]
-    x = meetings[stage].x
-    gram = _gram(x.reshape(-1, x.shape[-1]).astype(jnp.float32))
-    return gram, [m.outputs for m in meetings[len(kept) : stage]]
+    rows = meetings[stage].x.reshape(-1, meetings[stage].x.shape[-1]).astype(jnp.float32)
+    sizes = meetings[stage].group_sizes
+    moment = _gram(rows) if sizes is None else _gram_by_expert(rows, sizes)
+    return moment, [m.outputs for m in meetings[len(kept) : stage]]
+
+
+def _gram_by_expert(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """[E, K, K] of rows that are sorted by expert."""
+    expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
+    return jax.lax.map(lambda e: _gram(jnp.where(expert[:, None] == e, x, 0.0)), jnp.arange(group_sizes.size))
 
 
 def _gram(x: jax.Array) -> jax.Array:
