@@ -39,8 +39,8 @@ def define_convert() -> None:
         "output_format",
         NATIVE_FORMAT,
         (NATIVE_FORMAT, *EXPORT_FORMATS),
-        "What is written: jetserve's own format, or a Hugging Face folder that vLLM and transformers load, quantized as"
-        " GPTQ (v2) or compressed-tensors.",
+        "What is written: jetserve's own format, or a Hugging Face folder for other tools, quantized as GPTQ (v2) or"
+        " compressed-tensors.",
     )
     define(
         flags.DEFINE_bool, "dry_run", False, "Print what each tensor would become and the final size; write nothing."

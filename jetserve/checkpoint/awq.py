@@ -4,8 +4,9 @@
 | X.qzeros  | int32 [G, N / 8] | the same             |
 | X.scales  | float [G, N]     |                      |
 
-`W[k, n] = scales[k // g, n] (q[k, n] - z[k // g, n])`. Owns this format; the settings' spelling is
-`quantization_settings`'.
+`W[k, n] = scales[k // g, n] (q[k, n] - z[k // g, n])`. Some models (BLOOM, Falcon, GPT-NeoX) carry a vector
+`P.act.scales` [K] by which their activation's output is divided; the layer after it in P takes that upon itself, and is
+then only dequantized. Owns this format; the settings' spelling is `quantization_settings`'.
 """
 
 import dataclasses
@@ -22,11 +23,23 @@ METHOD = "awq"
 BITS = 4
 FIELDS = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Where the columns of a word are in it, the least significant field first."""
+AFTER_ACTIVATION = ("dense_4h_to_h", "down_proj", "fc_out", "c_proj")
+"""What architectures call the layer after the activation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AwqLayer(PackedLayer):
-    """See the module."""
+    """See the module. `divisor` is the name of the vector that its input is divided by, or None."""
+
+    divisor: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.divisor is None and super().fits
+
+    def floats(self, start: int, stop: int) -> np.ndarray:
+        w = super().floats(start, stop)
+        return w if self.divisor is None else w / self.shards.read(self.divisor).astype(np.float32)
 
     def values(self, start: int, stop: int) -> np.ndarray:
         return self._columns("qweight", start, stop)
@@ -55,12 +68,17 @@ def layers(shards: Shards, settings: Settings) -> Mapping[str, PackedLayer]:
     """
     settings.expect_only("format", ("gemm",), absent="gemm")
     found = {stem: _layer(shards, settings, stem) for stem in stems(shards, ".qweight")}
-    strangers = [stem for stem in stems(shards, ".scales") if stem not in found]
-    if strangers:
-        raise CheckpointError(
-            f"{settings.where} is of a model whose activations are divided by scales ({some(strangers)}), which is not"
-            " read. Use the model quantized by another method"
-        )
+    for activation in [stem for stem in stems(shards, ".scales") if stem not in found]:
+        module = activation.rpartition(".")[0]
+        after = [stem for name in AFTER_ACTIVATION if (stem := f"{module}.{name}") in found]
+        if len(after) != 1:
+            raise CheckpointError(
+                f"{shards.where(f'{activation}.scales')} divides an activation, but of the layers that could follow it"
+                f" {some(after) or 'none'} is there; expected one of {', '.join(AFTER_ACTIVATION)}"
+            )
+        layer = found[after[0]]
+        divisor = expect(shards, f"{activation}.scales", FLOAT_TYPES, layer.shape[1:])
+        found[after[0]] = dataclasses.replace(layer, divisor=divisor[0], parts=layer.parts + divisor)
     return found
 
 

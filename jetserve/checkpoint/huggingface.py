@@ -22,7 +22,7 @@ from jetserve.checkpoint.files import (
     some,
     tokenizer_in,
 )
-from jetserve.checkpoint.packed import FLOAT_TYPES, PackedLayer, Shards, to_floats
+from jetserve.checkpoint.packed import FLOAT_TYPES, PackedLayer, Shards
 from jetserve.checkpoint.quantization_settings import FILES, Settings, find_settings, without_settings
 from jetserve.checkpoint.safetensors_file import SafetensorsFile
 from jetserve.quantize.qarray import QArray
@@ -81,7 +81,7 @@ class HuggingFaceReader:
         info = self.tensors[name]
         check_rows(name, start, stop, info.shape[0])
         if name in self._layers:
-            return to_floats(self._layers[name].read(start, stop))
+            return self._layers[name].floats(start, stop)
         if info.type_name not in FLOAT_TYPES:
             raise CheckpointError(
                 f"{self._shards.where(name)} has dtype {info.type_name}; expected a weight in {', '.join(FLOAT_TYPES)}."

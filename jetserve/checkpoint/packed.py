@@ -136,6 +136,10 @@ class PackedLayer(abc.ABC):
             block_size=None if per_channel else self.group_size,
         )
 
+    def floats(self, start: int, stop: int) -> np.ndarray:
+        """These output channels dequantized: float32 [stop - start, K]."""
+        return to_floats(self.read(start, stop))
+
     def _input_order(self) -> np.ndarray | None:
         """The rows by their groups, in their own order within each; None where they stand so already."""
         groups = self.group_of_row()

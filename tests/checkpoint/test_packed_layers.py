@@ -214,6 +214,18 @@ def test_groups_that_no_block_can_hold_are_dequantized(tiny, tmp_path: Path) -> 
     assert load(tmp_path).report.dequantized() == {"gptq int4": 14}
 
 
+def test_scales_of_an_activation_go_into_the_layer_after_it(tiny, tmp_path: Path) -> None:
+    expected = write(CASES["awq"], tmp_path, tiny.weights)
+    scales = np.linspace(0.5, 2, 96).astype(np.float16)
+    edit_tensors(tmp_path, **{"model.layers.0.mlp.act.scales": scales})
+    reader, key = huggingface.open_reader(tmp_path), f"{DOWN_PROJ}.weight"
+    np.testing.assert_array_equal(reader.read(key), expected[key] / scales.astype(np.float32))
+    np.testing.assert_array_equal(reader.read_rows(key, 3, 9), reader.read(key)[3:9])
+    assert reader.quantized_bits(key) is None
+    assert reader.quantized_bits(f"{Q_PROJ}.weight") == 4
+    assert load(tmp_path).report.dequantized() == {"awq int4": 1}
+
+
 def test_groups_whose_scale_is_zero_hold_zeros(tiny, tmp_path: Path) -> None:
     write(CASES["gptq"], tmp_path, tiny.weights)
     scales = load_file(tmp_path / "model.safetensors")[f"{Q_PROJ}.scales"].copy()
@@ -325,10 +337,15 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda f: edit_tensors(f, **{f"{Q_PROJ}.weight": np.zeros((64, 64), np.float32)}),
         "both quantized and not",
     ),
-    "activation scales": (
+    "activation scales without a layer": (
         "awq",
-        lambda f: edit_tensors(f, **{"model.layers.0.mlp.act.scales": np.ones(96, np.float16)}),
-        r"divided by scales \(model\.layers\.0\.mlp\.act\)",
+        lambda f: edit_tensors(f, **{"model.layers.0.self_attn.act.scales": np.ones(96, np.float16)}),
+        r"act\.scales divides an activation, .* none is there",
+    ),
+    "activation scales of another size": (
+        "awq",
+        lambda f: edit_tensors(f, **{"model.layers.0.mlp.act.scales": np.ones(64, np.float16)}),
+        r"act\.scales is F16 \[64\]; expected .* \[96\]",
     ),
 }
 
