@@ -36,6 +36,9 @@ NOT_DEFINITE = "no damping makes the second moment of its inputs positive defini
 NO_TOKENS = "no token of the calibration text reaches it"
 UNBOUNDED = "its weights grow beyond all bounds"
 
+PRECISION = "float32"
+"""Of matmuls; TPUs multiply in bfloat16 otherwise, which is coarser than the errors that are looked for."""
+
 Finished = Callable[[str], QArray | np.ndarray | None]
 """The weight of a name if an earlier run finished it, else None."""
 Made = tuple[Parameter, HostWeight]
@@ -164,37 +167,42 @@ def _layer(
 
 def _group(parameters: Sequence[Parameter], hessian: jax.Array, work: Work) -> Iterator[Made]:
     """Weights that take the same input; of several experts, each by the tokens that were sent to it."""
-    options = gptq.Options.of(work.config)
     hessians = hessian[None] if hessian.ndim == 2 else hessian
-    factors = [gptq.factorize(h, options) if bool(jnp.trace(h) != 0) else None for h in hessians]
+    with jax.default_matmul_precision(PRECISION):
+        options = gptq.Options.of(work.config)
+        factors = [gptq.factorize(h, options) if bool(jnp.trace(h) != 0) else None for h in hessians]
     for parameter in parameters:
-        target = work.targets[parameter.path]
-        config = target.config
-        assert config is not None
-        value = parameter.variable.get_value()
-        w = value.reshape(len(factors), *value.shape[-2:])
-        found = [
-            None if factor is None else gptq.quantize_matrix(matrix, factor, config, options)
-            for matrix, factor in zip(w, factors, strict=True)
-        ]
-        reasons = [_reason(h, f) for h, f, q in zip(hessians, factors, found, strict=True) if q is None]
-        if len(reasons) == len(found):
-            weight = _fall_back(parameter, reasons[0], work)
-        else:
-            whole = [quantize(m, config) if q is None else q for m, q in zip(w, found, strict=True)]
-            rounded = jax.tree.map(lambda *leaves: jnp.stack(leaves), *whole)
-            weight = quantized_weight(
-                _side_by_side(rounded),
-                config.bits,
-                parameter,
-                error=float(_relative_error(w, rounded)),
-                output_error=float(gptq.output_error(w, rounded, hessians)),
-                asked=target.asked_block_size,
-            )
-            if reasons:
-                weight = _with_reason(weight, f"{len(reasons)} of {len(found)} experts: {reasons[0]}", work)
+        with jax.default_matmul_precision(PRECISION):
+            weight = _rounded(parameter, hessians, factors, work)
         _give(parameter, weight.array)
         yield parameter, weight
+
+
+def _rounded(
+    parameter: Parameter, hessians: jax.Array, factors: Sequence[gptq.Factor | None], work: Work
+) -> HostWeight:
+    options, target = gptq.Options.of(work.config), work.targets[parameter.path]
+    config, value = target.config, parameter.variable.get_value()
+    assert config is not None
+    w = value.reshape(len(factors), *value.shape[-2:])
+    found = [
+        None if factor is None else gptq.quantize_matrix(matrix, factor, config, options)
+        for matrix, factor in zip(w, factors, strict=True)
+    ]
+    reasons = [_reason(h, f) for h, f, q in zip(hessians, factors, found, strict=True) if q is None]
+    if len(reasons) == len(found):
+        return _fall_back(parameter, reasons[0], work)
+    whole = [quantize(matrix, config) if q is None else q for matrix, q in zip(w, found, strict=True)]
+    rounded = jax.tree.map(lambda *leaves: jnp.stack(leaves), *whole)
+    weight = quantized_weight(
+        _side_by_side(rounded),
+        config.bits,
+        parameter,
+        error=float(_relative_error(w, rounded)),
+        output_error=float(gptq.output_error(w, rounded, hessians)),
+        asked=target.asked_block_size,
+    )
+    return _with_reason(weight, f"{len(reasons)} of {len(found)} experts: {reasons[0]}", work) if reasons else weight
 
 
 def _reason(hessian: jax.Array, factor: gptq.Factor | None) -> str:
