@@ -23,6 +23,8 @@ ORDERS = [
     gptq.Options(static_groups=True, damping=0.1),
 ]
 
+QUICK = [(TYPES[0], ORDERS[0]), (TYPES[3], ORDERS[0]), (TYPES[3], ORDERS[1])]
+
 
 def naive_range(w: np.ndarray, config: QuantizationConfig) -> tuple[np.ndarray, np.ndarray]:
     """[g, N] -> scale and zero point [N]."""
@@ -82,8 +84,15 @@ def run(w: np.ndarray, x: np.ndarray, config: QuantizationConfig, options: gptq.
     return found
 
 
-@pytest.mark.parametrize("options", ORDERS, ids=["plain", "act-order", "static"])
-@pytest.mark.parametrize("config", TYPES, ids=lambda c: f"{c.name}-{c.symmetric}")
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        pytest.param(config, options, marks=[] if (config, options) in QUICK else pytest.mark.slow)
+        for config in TYPES
+        for options in ORDERS
+    ],
+    ids=lambda value: f"{value.name}-{value.symmetric}" if isinstance(value, QuantizationConfig) else "",
+)
 def test_equals_the_naive_one_and_beats_rounding(config: QuantizationConfig, options: gptq.Options) -> None:
     w, x = make()
     found = run(w, x, config, options)
@@ -112,6 +121,7 @@ def test_clipping_changes_the_output_less() -> None:
     assert errors[1] < 0.9 * errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", TYPES[:4], ids=lambda c: f"{c.name}-{c.symmetric}")
 def test_sweeps_change_the_output_less(config: QuantizationConfig) -> None:
     w, x = make()

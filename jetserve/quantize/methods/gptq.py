@@ -67,6 +67,8 @@ def factorize(hessian: jax.Array, options: Options) -> Factor | None:
     Returns:
       None if H holds NaN or infinite values, or no damping that was tried makes it positive definite.
     """
+    if not bool(jnp.all(jnp.isfinite(hessian))):
+        return None
     damping = options.damping
     for _ in range(DAMPING_TRIES):
         factor = _factorize(hessian, damping, options.act_order)
