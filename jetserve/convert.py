@@ -19,7 +19,7 @@ from jetserve import default_model
 from jetserve.checkpoint import calibrated, hub
 from jetserve.checkpoint.huggingface_writer import ExportFormat, HuggingFaceWriter
 from jetserve.checkpoint.load import Progress
-from jetserve.checkpoint.native import MANIFEST, QuantizationEntry, SourceEntry
+from jetserve.checkpoint.manifest import MANIFEST, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
 from jetserve.checkpoint.source import HostWeight, make_weight
 from jetserve.config import ROUND_TO_NEAREST, ConvertConfig, GPTQConfig, MethodConfig

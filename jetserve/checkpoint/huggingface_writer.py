@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from jetserve.checkpoint import compressed_tensors, gptq
 from jetserve.checkpoint.huggingface import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from jetserve.checkpoint.native import PARTIAL_SUFFIX
+from jetserve.checkpoint.manifest import PARTIAL_SUFFIX
 from jetserve.checkpoint.native_writer import check_output
 from jetserve.checkpoint.packed import Form, Stored, to_floats
 from jetserve.checkpoint.source import HostWeight

@@ -13,7 +13,8 @@ import numpy as np
 
 from jetserve.checkpoint.base import SourceKind, TensorInfo
 from jetserve.checkpoint.files import check_rows
-from jetserve.checkpoint.native import MANIFEST, NativeCheckpoint
+from jetserve.checkpoint.manifest import MANIFEST
+from jetserve.checkpoint.native import NativeCheckpoint
 from jetserve.checkpoint.packed import to_floats
 from jetserve.models.base import Parameter, Role
 from jetserve.quantize.qarray import QUANTIZE_TYPES, QArray, QuantizationConfig

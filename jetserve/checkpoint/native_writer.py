@@ -23,23 +23,19 @@ import orbax.checkpoint as ocp
 
 import jetserve
 from jetserve.checkpoint.base import CheckpointError
-from jetserve.checkpoint.native import (
+from jetserve.checkpoint.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
     PARTIAL_SUFFIX,
-    TOKENIZER,
-    WEIGHTS,
     Manifest,
     PartEntry,
     QuantizationEntry,
     SourceEntry,
     TensorEntry,
     from_json,
-    measure,
-    part_folder,
-    read_tensor,
 )
+from jetserve.checkpoint.native import TOKENIZER, WEIGHTS, measure, part_folder, read_tensor
 from jetserve.checkpoint.source import HostWeight
 from jetserve.quantize.qarray import QArray
 from jetserve.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jetserve import convert, default_model
 from jetserve.checkpoint import hub, load
 from jetserve.checkpoint.load import LoadedModel, Progress, silent
-from jetserve.checkpoint.native import FORMAT_VERSION
+from jetserve.checkpoint.manifest import FORMAT_VERSION
 from jetserve.checkpoint.random_weights import random_model
 from jetserve.config import EngineConfig, ModelSource
 from jetserve.engine.engine import Engine
