@@ -35,7 +35,8 @@ def flags_of(*command: str) -> set[str]:
 @pytest.mark.slow
 def test_every_flag_is_in_the_docs() -> None:
     text = (ROOT / "docs" / "flags.md").read_text()
-    flags = set().union(*(flags_of(script) for script in SCRIPTS), flags_of("-m", "jetserve.loadtest"))
+    modules = (flags_of("-m", f"jetserve.{name}") for name in ("loadtest", "evaluate"))
+    flags = set().union(*(flags_of(script) for script in SCRIPTS), *modules)
     assert {"quantize_type", "batch_size", "task", "system", "output_checkpoint_dir", "goal_ttft_ms"} <= flags
     assert [name for name in sorted(flags) if f"--{name}" not in text] == []
 
@@ -51,10 +52,17 @@ def test_every_flag_is_in_the_docs() -> None:
         (["convert_checkpoints.py"], ["--output_checkpoint_dir"]),
         (["convert_checkpoints.py", "--dry_run", "--gptq_act_order"], ["--gptq_act_order", "method is rtn"]),
         (["convert_checkpoints.py", "--dry_run", "--quantize_method=gptq"], ["--calibration_file is not set"]),
+        (["convert_checkpoints.py", "--dry_run", "--quantize_recipe=/no/such.yaml"], ["/no/such.yaml"]),
+        (["-m", "jetserve.evaluate"], ["neither text_file nor tasks"]),
+        (["-m", "jetserve.evaluate", "--tasks=a", "--plot=p.png"], ["--plot takes a --text_file"]),
+        (
+            ["-m", "jetserve.evaluate", "--tasks=a", "--model=keep", "--block_size=64"],
+            ["--block_size contradicts --model"],
+        ),
         (["run_server.py", "--tls_cert_file=x"], ["tls_cert_file", "belong together"]),
         (["run_server.py", "--checkpoint_path=/no/such", "--grpc_port=0"], ["/no/such", "does not exist"]),
     ],
-    ids=lambda value: " ".join(value) if "." in value[0] else "",
+    ids=lambda value: " ".join(value) if "." in " ".join(value) else "",
 )
 def test_errors_name_what_is_wrong_and_show_no_traceback(command: list[str], words: list[str]) -> None:
     result = run(*command)
@@ -82,7 +90,7 @@ def test_an_unknown_flag_is_refused() -> None:
 def test_module_without_a_command_lists_them() -> None:
     result = run("-m", "jetserve")
     assert result.returncode == 2
-    for name in ("convert", "serve", "chat", "offline"):
+    for name in ("convert", "serve", "chat", "offline", "evaluate"):
         assert name in result.stderr
 
 
