@@ -52,7 +52,7 @@ def limits(seconds: float, threads: int, weight_megabytes: float) -> dict[str, f
 
 def weight_bytes(runner: Runner) -> int:
     """Of all weights as they lie in memory; a tied embedding is one of them, and read as the head."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(runner._params))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(runner._step.params))
 
 
 def cache_bytes(runner: Runner, sequences: int) -> int:

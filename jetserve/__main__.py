@@ -1,4 +1,4 @@
-"""`python -m jetserve convert|serve|chat|offline|evaluate|loadtest`: the commands of an installed package."""
+"""`python -m jetserve convert|serve|chat|offline|evaluate|loadtest|plan`: the commands of an installed package."""
 
 import sys
 
@@ -11,6 +11,7 @@ COMMANDS = {
     "offline": commands.offline_command,
     "evaluate": commands.evaluate_command,
     "loadtest": commands.loadtest_command,
+    "plan": commands.plan_command,
 }
 
 

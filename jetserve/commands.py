@@ -13,7 +13,7 @@ from absl import app
 from absl import flags as absl_flags
 from absl import logging as absl_logging
 
-from jetserve import convert_flags, evaluate_flags, flags, loadtest_flags
+from jetserve import convert_flags, evaluate_flags, flags, loadtest_flags, plan_flags
 
 FLAGS = absl_flags.FLAGS
 _DEBUG = absl_flags.DEFINE_bool("debug", False, "Show tracebacks and debug logs.")
@@ -146,3 +146,21 @@ def loadtest_command() -> None:
         return loadtest.run(config)
 
     _run("Loads a server and measures what its clients see.", [loadtest_flags.define_loadtest], command)
+
+
+def plan_command() -> None:
+    """Says whether a model fits on TPUs, and how fast it can be there, without one."""
+
+    def command() -> int:
+        comparison = plan_flags.comparison()
+        # libtpu only compiles here: it need not look for TPUs, nor keep other processes from them.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        from jetserve.plan import run
+
+        return run.run(comparison)
+
+    _run("Says whether a model fits on TPUs, and how fast it can be there.", [plan_flags.define_plan], command)

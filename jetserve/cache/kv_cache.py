@@ -12,12 +12,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jetserve.config import EngineConfig
 from jetserve.kernels.attention import KVPages
 from jetserve.models.base import ModelConfig
+from jetserve.parallel.rules import kv_heads
 
 
 def abstract_cache(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> tuple[KVPages, ...]:
-    """Shapes, dtypes and shardings of every layer's pages. KV heads are sharded where the mesh divides them."""
-    axis = "tensor" if model.num_kv_heads % mesh.shape["tensor"] == 0 else None
-    shape = (config.num_pages + 1, config.cache.page_size, 2 * model.num_kv_heads, model.head_size)
+    """Shapes, dtypes and shardings of every layer's pages.
+
+    KV heads are sharded, repeated where the mesh does not divide them and the query heads allow it (`rules.kv_heads`).
+    """
+    devices = mesh.shape["tensor"]
+    heads = kv_heads(model.sizes["N"], model.num_kv_heads, devices)
+    axis = "tensor" if heads % devices == 0 else None
+    shape = (config.num_pages + 1, config.cache.page_size, 2 * heads, model.head_size)
 
     def leaf(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
         spec = PartitionSpec(None, None, axis, None)

@@ -13,23 +13,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
+from jetserve.checkpoint.abstract import Quantization, native_quantization, source_quantization, with_activations
 from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKind
 from jetserve.checkpoint.detect import open_checkpoint
 from jetserve.checkpoint.files import some
 from jetserve.checkpoint.native import NativeCheckpoint, is_native
 from jetserve.checkpoint.native_reader import NativeReader, can_be_rounded
 from jetserve.checkpoint.parts import in_parts, renamed
+from jetserve.checkpoint.placement import Placement, layout_of, place, share_input_orders
 from jetserve.checkpoint.source import check_tensors, make_weight
-from jetserve.kernels import select
 from jetserve.models import base
 from jetserve.models.base import Parameter, Role
-from jetserve.parallel.rules import vector_sharding, weight_sharding
-from jetserve.quantize.qarray import INTEGER_RANGE, QArray, by_expert, cast_values
+from jetserve.quantize.qarray import QArray
 from jetserve.quantize.recipe import KEEP, NONE, Recipe, Rules, Target
 from jetserve.quantize.report import TensorReport, WeightReport
 from jetserve.tokenizer import Tokenizer
@@ -135,10 +132,70 @@ def load_model(
       CheckpointError: for what is wrong with the files.
       ValueError: for settings that cannot be had, before any weight is read.
     """
-    placement = Placement(mesh=mesh, dtype=dtype, exact_activations=exact_activations)
     opened = open_model(path, quantize_type=quantize_type)
     model, parameters = opened.build()
-    source = opened.source
+    settled = settle(
+        opened.source,
+        parameters,
+        quantize_type=quantize_type,
+        block_size=block_size,
+        symmetric=symmetric,
+        quantize_activation=quantize_activation,
+        rules=rules,
+    )
+    source = settled.source
+    placement = Placement(
+        layout=layout_of(parameters, settled.quantization, mesh), dtype=dtype, exact_activations=exact_activations
+    )
+    if isinstance(source, NativeCheckpoint):
+        reports = _load_native(source, parameters, quantize_activation, placement, progress)
+    else:
+        reports = _load_other(source, parameters, settled.plan, placement, progress)
+    share_input_orders(parameters)
+    _report_replicated(parameters, mesh)
+    return LoadedModel(
+        model=model,
+        config=opened.config,
+        hf_config=opened.hf_config,
+        tokenizer=source.tokenizer(),
+        report=WeightReport(tensors=tuple(reports)),
+        quantize_type=settled.quantize_type,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settled:
+    """What will be made of a checkpoint, before a weight is read.
+
+    Attributes:
+      source: with every parameter under its own name.
+      plan: what each parameter becomes, by its path; of a converted checkpoint, which is as it is, nothing.
+      quantization: how each will be quantized, by its path.
+      quantize_type: of the whole, one of `recipe.TYPE_NAMES` or `recipe.RULES`.
+    """
+
+    source: CheckpointReader | NativeCheckpoint
+    plan: Mapping[str, Target]
+    quantization: Quantization
+    quantize_type: str
+
+
+def settle(
+    source: CheckpointReader | NativeCheckpoint,
+    parameters: Sequence[Parameter],
+    *,
+    quantize_type: str | None,
+    block_size: int | None,
+    symmetric: bool | None,
+    quantize_activation: bool,
+    rules: Rules | None = None,
+) -> Settled:
+    """What a user's settings, `load_model`'s, make of a checkpoint.
+
+    Raises:
+      CheckpointError: if the checkpoint does not hold exactly the model's weights.
+      ValueError: for settings that cannot be had.
+    """
     if isinstance(source, NativeCheckpoint):
         check_entries(source, parameters)
         if rules is None and can_be_rounded(source, parameters, quantize_type):
@@ -146,10 +203,11 @@ def load_model(
     if isinstance(source, NativeCheckpoint):
         if rules is not None:
             raise ValueError(
-                f"a recipe cannot change {path}, which is converted already; convert the model's source with it"
+                f"a recipe cannot change {source.path}, which is converted already; convert the model's source with it"
             )
         check_settings(source, parameters, quantize_type=quantize_type, block_size=block_size, symmetric=symmetric)
-        reports = _load_native(source, parameters, quantize_activation, placement, progress)
+        plan: Mapping[str, Target] = {}
+        quantization = native_quantization(source, parameters)
         made = source.manifest.quantization.type
     else:
         recipe = Recipe.from_settings(
@@ -160,18 +218,11 @@ def load_model(
             rules=rules,
             source_quantized=source.kind is SourceKind.QUANTIZED,
         )
-        reports = _load_other(source, parameters, recipe, placement, progress)
-        made = recipe.made
-    share_input_orders(parameters)
-    _report_replicated(parameters, mesh)
-    return LoadedModel(
-        model=model,
-        config=opened.config,
-        hf_config=opened.hf_config,
-        tokenizer=source.tokenizer(),
-        report=WeightReport(tensors=tuple(reports)),
-        quantize_type=made,
-    )
+        source, plan = make_plan(source, parameters, recipe)
+        quantization, made = source_quantization(source, parameters, plan), recipe.made
+    if quantize_activation:
+        quantization = with_activations(quantization, parameters)
+    return Settled(source=source, plan=plan, quantization=quantization, quantize_type=made)
 
 
 def _report_replicated(parameters: Sequence[Parameter], mesh: Mesh) -> None:
@@ -194,11 +245,10 @@ def _report_replicated(parameters: Sequence[Parameter], mesh: Mesh) -> None:
 def _load_other(
     source: CheckpointReader,
     parameters: Sequence[Parameter],
-    recipe: Recipe,
-    placement: "Placement",
+    plan: Mapping[str, Target],
+    placement: Placement,
     progress: Progress,
 ) -> list[TensorReport]:
-    source, plan = make_plan(source, parameters, recipe)
     reports = []
     for parameter in progress(parameters):
         weight = make_weight(source, parameter, plan[parameter.path])
@@ -229,7 +279,7 @@ def _load_native(
     source: NativeCheckpoint,
     parameters: Sequence[Parameter],
     quantize_activation: bool,
-    placement: "Placement",
+    placement: Placement,
     progress: Progress,
 ) -> list[TensorReport]:
     by_source = {parameter.source: parameter for parameter in parameters}
@@ -299,79 +349,3 @@ def check_settings(
                 f"{name} is {asked}, but {source.path} was converted to {name} {values}; drop the setting, or"
                 f" convert the model's source again with {name} {asked}"
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where weights go, what floats are cast to, and whether their kernels must leave activations as they are."""
-
-    mesh: Mesh
-    dtype: jnp.dtype
-    exact_activations: bool
-
-
-def place(parameter: Parameter, array: QArray | np.ndarray, bits: int | None, placement: Placement) -> None:
-    """Puts a weight of the host onto the mesh, each shard straight to its device, as its kernel wants it.
-
-    Args:
-      parameter: takes the result.
-      array: of numpy arrays, with int4 values in int8 containers.
-      bits: of quantized values; None for floats.
-      placement: where it goes, and as what.
-
-    Raises:
-      ValueError: if values do not fit their integer type, naming the tensor.
-    """
-    if isinstance(array, QArray) and bits == 4 and placement.mesh.devices.flat[0].platform == "cpu":
-        array = _cast_on_host(array)
-    if parameter.axes is not None and parameter.axes.experts is not None:
-        array = by_expert(array, parameter.axes.experts)
-
-    def put(leaf: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-        # A shard is cut out, and cast, one by one: a view of a memory map is never copied whole.
-        to = placement.dtype if bits is None else leaf.dtype
-        return jax.make_array_from_callback(
-            leaf.shape, sharding, lambda index: np.ascontiguousarray(leaf[index]).astype(to, copy=False)
-        )
-
-    placed = jax.tree.map(put, array, shardings(parameter, array, placement.mesh))
-    if bits is not None:
-        placed = cast_values(placed, bits, name=parameter.source)
-    give(parameter, placed, exact_activations=placement.exact_activations)
-
-
-def shardings(parameter: Parameter, weight: Any, mesh: Mesh) -> Any:
-    """Of each leaf of a weight, in its own structure."""
-    if parameter.axes is None:
-        return vector_sharding(parameter.output_axes, mesh)
-    return weight_sharding(parameter.axes, weight, mesh)
-
-
-def give(parameter: Parameter, placed: Any, *, exact_activations: bool = True) -> None:
-    """Lays a weight that is on the mesh out for its kernel, and gives it to the model; its input order to its layer."""
-    if parameter.linear is not None and parameter.axes is not None:
-        if isinstance(placed, QArray) and placed.input_order is not None:
-            parameter.linear.input_order = nnx.Variable(placed.input_order)
-            placed = dataclasses.replace(placed, input_order=None)
-        operation = "quantized_matmul" if parameter.axes.experts is None else "grouped_matmul"
-        placed = select.prepare(operation, placed, exact_activations=exact_activations)
-    parameter.variable.set_value(placed)
-
-
-def share_input_orders(parameters: Sequence[Parameter]) -> None:
-    """Gives layers of one module that take their inputs in the same order one variable of it, for one gather."""
-    found: dict[tuple[str, bytes], nnx.Variable] = {}
-    for parameter in parameters:
-        if parameter.linear is not None and parameter.linear.input_order is not None:
-            order = parameter.linear.input_order
-            module = parameter.path.rsplit(".", 2)[0]
-            parameter.linear.input_order = found.setdefault((module, np.asarray(order.get_value()).tobytes()), order)
-
-
-def _cast_on_host(qarray: QArray) -> QArray:
-    """With int4 values if they all fit. XLA's cast takes 15 times as long on a CPU; elsewhere it is the faster way."""
-    low, high = INTEGER_RANGE[4]
-    values = np.asarray(qarray.values)
-    if values.min() < low or values.max() > high:
-        return qarray
-    return dataclasses.replace(qarray, values=values.astype(ml_dtypes.int4))  # type: ignore[arg-type]

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jetserve.checkpoint.load import LoadedModel, Progress, give, shardings, silent
+from jetserve.checkpoint.abstract import abstract_weights, ideal_bits, planned_quantization
+from jetserve.checkpoint.load import LoadedModel, Progress, silent
+from jetserve.checkpoint.placement import give, layout_of
 from jetserve.models import base
 from jetserve.models.base import Parameter
-from jetserve.quantize.qarray import INTEGER_RANGE, QArray, QuantizationConfig, by_expert
+from jetserve.quantize.qarray import INTEGER_RANGE, QArray, QuantizationConfig
 from jetserve.quantize.recipe import Recipe
 from jetserve.quantize.report import TensorReport, WeightReport
 
@@ -50,22 +52,15 @@ def random_model(
     config = module.Config.from_hf(hf_config)
     model = module.Model(config)
     parameters = base.parameters(model, module.WEIGHTS)
-    plan = recipe.plan(parameters)
+    quantization = planned_quantization(recipe.plan(parameters))
+    layout = layout_of(parameters, quantization, mesh)
+    weights = abstract_weights(parameters, quantization, layout, jnp.dtype(dtype))
+    keys = jax.random.split(jax.random.key(seed), len(parameters))
     reports = []
-    for parameter, key in zip(
-        progress(parameters), jax.random.split(jax.random.key(seed), len(parameters)), strict=True
-    ):
-        wanted = plan[parameter.path].config
-        kind = Kind(
-            shape=parameter.shape,
-            experts=parameter.axes.experts if parameter.axes is not None else None,
-            config=wanted,
-            dtype=jnp.dtype(dtype),
-        )
-        abstract = jax.eval_shape(kind.make, key)
-        weight = _placed(key, kind, shardings(parameter, abstract, mesh))
-        reports.append(_report(parameter, abstract, wanted))
+    for parameter, key in zip(progress(parameters), keys, strict=True):
+        weight = _placed(key, weights[parameter.path])
         give(parameter, weight, exact_activations=exact_activations)
+        reports.append(_report(parameter, quantization[parameter.path], jnp.dtype(dtype)))
     return LoadedModel(
         model=model,
         config=config,
@@ -76,64 +71,42 @@ def random_model(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What a weight is to be: `shape` of a parameter, a matrix of how many `experts` it is, what rounds it."""
-
-    shape: tuple[int, ...]
-    experts: int | None
-    config: QuantizationConfig | None
-    dtype: jnp.dtype
-
-    def make(self, key: jax.Array) -> QArray | jax.Array:
-        """A matrix [K, N] whose rows sum to about 1 in square (one of each expert), or a vector of ones."""
-        if len(self.shape) == 1:
-            return jnp.ones(self.shape, self.dtype)
-        matrix = self._matrix(key, *self.shape)
-        return matrix if self.experts is None else by_expert(matrix, self.experts)
-
-    def _matrix(self, key: jax.Array, K: int, N: int) -> QArray | jax.Array:
-        config = self.config
-        if config is None:
-            return jax.random.normal(key, (K, N), self.dtype) / math.sqrt(K)
-        g = config.block_size
-        low, high = INTEGER_RANGE[config.bits]
-        values = jax.random.randint(key, (K, N) if g is None else (K // g, g, N), low, high + 1, jnp.int8)
-        deviation = math.sqrt(((high - low + 1) ** 2 - 1) / 12)  # of integers, all equally likely
-        scale = jnp.full((N,) if g is None else (K // g, N), 1 / (deviation * math.sqrt(K)), jnp.float32)
-        return QArray(
-            values=values if config.bits == 8 else values.astype(jnp.int4),
-            scale=scale,
-            zero_point=None if config.symmetric else jnp.zeros_like(scale),
-            block_size=g,
-            quantize_activation=config.quantize_activation,
-        )
-
-
-def _placed(key: jax.Array, kind: Kind, out_shardings: Any) -> QArray | jax.Array:
-    """A weight, each shard made on its own device; layers that are alike are compiled once."""
-    leaves, structure = jax.tree.flatten(out_shardings)
-    return _compiled(kind, tuple(leaves), structure)(key)
+def _placed(key: jax.Array, weight: QArray | jax.ShapeDtypeStruct) -> QArray | jax.Array:
+    """A weight of these shapes, each shard made on its own device; layers that are alike are compiled once."""
+    leaves, structure = jax.tree.flatten(weight)
+    return _compiled(tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), structure)(key)
 
 
 @functools.cache
-def _compiled(kind: Kind, leaves: tuple, structure: Any) -> Any:
-    return jax.jit(kind.make, out_shardings=jax.tree.unflatten(structure, leaves))
+def _compiled(leaves: tuple, structure: Any) -> Any:
+    weight = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in leaves])
+    out_shardings = jax.tree.unflatten(structure, [sharding for _, _, sharding in leaves])
+    return jax.jit(functools.partial(_random, weight=weight), out_shardings=out_shardings)
 
 
-def _report(parameter: Parameter, abstract: Any, config: QuantizationConfig | None) -> TensorReport:
-    count = math.prod(parameter.shape)
-    if config is None:
-        return TensorReport(
-            name=parameter.source,
-            type_name=abstract.dtype.name,
-            weights=count,
-            bits=count * abstract.dtype.itemsize * 8,
-        )
+def _random(key: jax.Array, *, weight: QArray | jax.ShapeDtypeStruct) -> QArray | jax.Array:
+    """A matrix [K, N] whose rows sum to about 1 in square (one of each expert), or a vector of ones."""
+    if not isinstance(weight, QArray):
+        if len(weight.shape) == 1:
+            return jnp.ones(weight.shape, weight.dtype)
+        return jax.random.normal(key, weight.shape, weight.dtype) / math.sqrt(weight.shape[-2])
+    low, high = INTEGER_RANGE[weight.bits]
+    values = jax.random.randint(key, weight.values.shape, low, high + 1, jnp.int8)
+    deviation = math.sqrt(((high - low + 1) ** 2 - 1) / 12)  # of integers, all equally likely
+    scale = jnp.full(weight.scale.shape, 1 / (deviation * math.sqrt(weight.shape[0])), weight.scale.dtype)
+    return dataclasses.replace(
+        weight,
+        values=values.astype(weight.values.dtype),
+        scale=scale,
+        zero_point=None if weight.zero_point is None else jnp.zeros_like(scale),
+    )
+
+
+def _report(parameter: Parameter, config: QuantizationConfig | None, dtype: jnp.dtype) -> TensorReport:
     return TensorReport(
         name=parameter.source,
-        type_name=config.name,
-        weights=count,
-        bits=abstract.size_in_bits,
-        block_size=config.block_size,
+        type_name=dtype.name if config is None else config.name,
+        weights=math.prod(parameter.shape),
+        bits=ideal_bits(parameter, config, dtype),
+        block_size=None if config is None else config.block_size,
     )

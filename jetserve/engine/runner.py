@@ -11,9 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jetserve.cache.kv_cache import make_cache
@@ -21,7 +19,8 @@ from jetserve.config import EngineConfig
 from jetserve.engine import sampling
 from jetserve.engine.sampling import Row
 from jetserve.engine.scheduler import ScheduledSequence, StepPlan
-from jetserve.kernels.attention import KVPages, RaggedBatch
+from jetserve.engine.step import Step, empty_batch
+from jetserve.kernels.attention import RaggedBatch
 from jetserve.models.base import Model
 from jetserve.types import TokenLogprobs
 
@@ -61,48 +60,16 @@ class Runner:
         self.vocab_size: int = model.config.vocab_size
         self.decode_sizes = _powers_of_two(1, config.max_sequences)
         self.prefill_sizes = _powers_of_two(min(SMALLEST_PREFILL, config.max_step_tokens), config.max_step_tokens)
-        self._graph, state = nnx.split(model)
-        # Flat: jax would take a State apart, in Python, for every step.
-        self._params, self._params_tree = jax.tree.flatten(state)
         self._mesh = mesh
         self._cache = make_cache(model.config, config, mesh)
-        cache_shardings = jax.tree.map(lambda leaf: leaf.sharding, self._cache)
-        self._step = jax.jit(
-            self._forward,
-            static_argnames=("all_logits",),
-            donate_argnames=("cache",),
-            out_shardings=(None, cache_shardings),
-        )
-
-    def _forward(
-        self, params: list[jax.Array], cache: tuple[KVPages, ...], batch: RaggedBatch, all_logits: bool = False
-    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        """Logits [S, V] of every sequence's last token (of all tokens, [T, V], for evaluation), and the new pages."""
-        model = nnx.merge(self._graph, jax.tree.unflatten(self._params_tree, params))
-        hidden, cache = model(batch, cache, dtype=jnp.dtype(self.config.dtype))
-        if not all_logits:
-            hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        return model.logits(hidden), cache
+        self._step = Step(model, config, self._cache)
 
     def lower_step(self, *, tokens: int, sequences: int, decode: bool) -> jax.stages.Lowered:
         """The step of one bucket, lowered and not run: to read its program or its cost."""
-        batch = self._empty_batch(tokens, sequences, 1 if decode else tokens)
-        return self._step.lower(self._params, self._cache, batch)
+        return self._step.lower(self._cache, self._empty_batch(tokens, sequences, 1 if decode else tokens))
 
     def _empty_batch(self, T: int, S: int, max_query_length: int) -> RaggedBatch:
-        """Of padding alone, as host arrays that the caller may fill."""
-
-        def zeros(*shape: int) -> Any:
-            return np.zeros(shape, np.int32)
-
-        return RaggedBatch(
-            tokens=zeros(T),
-            positions=zeros(T),
-            query_starts=zeros(S + 1),
-            kv_lengths=zeros(S),
-            page_table=zeros(S, self.config.pages_per_sequence),
-            max_query_length=max_query_length,
-        )
+        return empty_batch(self.config, T, S, max_query_length)
 
     def _make_batch(self, entries: Seq[ScheduledSequence], decode: bool) -> RaggedBatch:
         total = sum(entry.num_tokens for entry in entries)
@@ -147,7 +114,7 @@ class Runner:
         return [_token_of(sampled, i, rows[i]) if i in rows else None for i in range(len(plan.entries))]
 
     def _run_model(self, batch: RaggedBatch, all_logits: bool = False) -> jax.Array:
-        logits, self._cache = self._step(self._params, self._cache, batch, all_logits=all_logits)
+        logits, self._cache = self._step(self._cache, batch, all_logits=all_logits)
         return logits
 
     def restore_cache(self) -> None:

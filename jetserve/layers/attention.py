@@ -77,8 +77,10 @@ class Attention(nnx.Module):
 
 
 def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
-    """[T, n * size] with each run of the norm's size normalized."""
-    return x if norm is None else norm(x.reshape(x.shape[0], -1, norm.size)).reshape(x.shape)
+    """[T, n * size] with each run of the norm's size, as devices hold it, normalized."""
+    if norm is None:
+        return x
+    return norm(x.reshape(x.shape[0], -1, norm.scale.get_value().shape[-1])).reshape(x.shape)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

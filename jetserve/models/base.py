@@ -227,13 +227,21 @@ def parameters(model: Model, weights: Weights) -> list[Parameter]:
                 shape=shape,
                 axes=axes,
                 linear=linear,
-                output_axes=module.axes.output if isinstance(module, Linear) else (("D", shape[-1]),),
+                output_axes=module.axes.output if isinstance(module, Linear) else _norm_axes(path, shape, model.config),
                 role=_role(axes),
                 variable=variable,
             )
             found.append((source, parameter))
     placed = [dataclasses.replace(p, origin=_origin(s, p, found, model.config.sizes)) for s, p in found]
     return sorted(placed, key=lambda p: [int(part) if part.isdigit() else -1 for part in p.path.split(".")][:2])
+
+
+def _norm_axes(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[tuple[str, int], ...]:
+    """Of a norm's scale; that of all KV heads together goes with them where devices repeat them."""
+    heads = ("K", config.sizes["K"]), ("H", config.sizes["H"])
+    if path.endswith(".k_norm.scale") and shape[-1] == heads[0][1] * heads[1][1]:
+        return heads
+    return (("D", shape[-1]),)
 
 
 def _source(path: str, weights: Weights) -> Source:

@@ -219,6 +219,7 @@ class Decoder(base.Model):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         logits = (self.head or self.embed)(hidden, out_dtype=jnp.float32) * self.config.logit_multiplier
+        logits = logits[:, : self.config.vocab_size]  # the head may have been padded, see `rules.Layout`
         cap = self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -180,7 +180,8 @@ from jetserve.convert import convert
 from jetserve.kernels import select
 from jetserve.models import base, llama
 from jetserve.parallel.mesh import make_mesh
-from jetserve.parallel.rules import vector_sharding, weight_sharding
+from jetserve.checkpoint.placement import shardings
+from jetserve.parallel.rules import Layout
 from jetserve.testing import make_tiny_checkpoint
 
 folder = Path(sys.argv[1])
@@ -190,6 +191,7 @@ source = make_tiny_checkpoint(
 devices = jax.devices()
 assert len(devices) == 8
 mesh, alone = make_mesh(MeshConfig()), make_mesh(MeshConfig(), devices[:1])
+layout = Layout(mesh=mesh)
 for quantize_type, block in (("int4_blockwise", 64), ("int8_per_channel", None), ("none", None)):
     convert(source, folder / quantize_type, quantize_type=quantize_type, block_size=block, progress=lambda work: work)
     with select.choose(quantized_matmul="xla"):
@@ -202,9 +204,7 @@ for quantize_type, block in (("int4_blockwise", 64), ("int8_per_channel", None),
             whole = {p.source: p.variable.get_value() for p in base.parameters(expected.model, llama.WEIGHTS)}
             for p in base.parameters(loaded.model, llama.WEIGHTS):
                 weight = p.variable.get_value()
-                wanted = (
-                    vector_sharding(p.output_axes, mesh) if p.axes is None else weight_sharding(p.axes, weight, mesh)
-                )
+                wanted = shardings(p, weight, layout)
                 def check(leaf, sharding, single):
                     assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (p.source, leaf.sharding, sharding)
                     assert leaf.dtype == single.dtype
