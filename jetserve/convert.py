@@ -226,8 +226,8 @@ def export(
         fused = sorted(parameter.source for parameter in plan.parameters if not parameter.origin.whole)
         if fused:
             raise ValueError(
-                f"{source} is of a model whose tensors are fused, or stored by expert, in Hugging Face's checkpoints"
-                f" ({fused[0]} is part of one); writing those is not built. Convert to jetserve's format"
+                f"{source} is of a model whose tensors are fused, or stored by expert or head, in Hugging Face's"
+                f" checkpoints ({fused[0]} is part of one); writing those is not built. Convert to jetserve's format"
             )
         tokenizer = plan.reader.tokenizer()
         windows = _windows(plan, method, tokenizer)

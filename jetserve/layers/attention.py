@@ -10,7 +10,7 @@ from flax import nnx
 from jetserve.kernels import select
 from jetserve.kernels.attention import KVPages, RaggedBatch
 from jetserve.layers.linear import Linear, project
-from jetserve.layers.norm import RMSNorm
+from jetserve.layers.norm import HeadNorms, RMSNorm
 from jetserve.layers.rope import Rope
 
 
@@ -23,7 +23,8 @@ class Attention(nnx.Module):
       scale: of the scores; None is 1 / sqrt(H).
       soft_cap: of the scores, see `kernels.attention`.
       alibi_slopes: one for each query head, see `alibi_slopes`; None for no bias of distance.
-      q_norm, k_norm: over a head where their size is H, over all heads together where it is that of all.
+      q_norm, k_norm: over a head where their size is H, over all heads together where it is that of all; `HeadNorms`
+        over each with a scale of its own.
     """
 
     def __init__(
@@ -37,8 +38,8 @@ class Attention(nnx.Module):
         scale: float | None = None,
         soft_cap: float | None = None,
         alibi_slopes: tuple[float, ...] | None = None,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        q_norm: RMSNorm | HeadNorms | None = None,
+        k_norm: RMSNorm | HeadNorms | None = None,
     ) -> None:
         self.q = Linear("D -> N H", sizes, bias=qkv_bias)
         self.k = Linear("D -> K H", sizes, bias=qkv_bias)
@@ -76,7 +77,7 @@ class Attention(nnx.Module):
         return self.o(out.reshape(T, -1)), pages
 
 
-def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+def _normed(norm: RMSNorm | HeadNorms | None, x: jax.Array) -> jax.Array:
     """[T, n * size] with each run of the norm's size, as devices hold it, normalized."""
     if norm is None:
         return x

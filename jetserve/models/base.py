@@ -108,7 +108,8 @@ class Source:
     """Where a parameter stands in a checkpoint, if not as the whole of one tensor.
 
     Attributes:
-      name: Hugging Face's, `{i}` for the layer. With `{e}` for the expert, it is the tensors of all experts together.
+      name: Hugging Face's, `{i}` for the layer. With the small letter of an axis, it is the tensors of all of them
+        together: `{e}` of all experts, `{n}` of all query heads.
       part: of a tensor that fuses several parameters: its place among them, from 0. Their sizes are the parameters'.
       per: the letter of what the fused parts are repeated for: "K" for [q k v] of one KV head, then of the next. None
         is all of one part, then all of the next.
@@ -125,6 +126,9 @@ class Source:
 
 Weights = Mapping[str, str | Source]
 
+_COUNTED = re.compile(r"\{([a-z])\}\.")
+"""In the name of a `Source` without its layer: of what there is a tensor for each."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
@@ -134,7 +138,7 @@ class Origin:
     `start` to `stop` of every group are the parameter's.
 
     Attributes:
-      names: of the tensors; several are those of the experts.
+      names: of the tensors; several are those of the experts, or of the heads.
       height: rows of each tensor.
       start, stop, group: see above.
       transposed: see `Source`.
@@ -255,7 +259,7 @@ def _source(path: str, weights: Weights) -> Source:
 
 
 def _own_name(source: Source, path: str) -> str:
-    name = source.name.replace("{e}.", "")
+    name = _COUNTED.sub("", source.name)
     if source.part is None:
         return name
     stem, _, leaf = name.rpartition(".")
@@ -274,11 +278,12 @@ def _origin(
             f"the model's WEIGHTS table takes {source.name} for {', '.join(p.path for _, p in fused)}, with {heights}"
             f" rows in {repeats} groups; expected its parts to be numbered from 0, each once, and to fill the groups"
         )
-    experts = sizes["E"] if "{e}" in source.name else 1
+    counted = _COUNTED.search(source.name)
+    count = 1 if counted is None else sizes[counted[1].upper()]
     start = sum(heights[: source.part or 0]) // repeats
     return Origin(
-        names=tuple(source.name.replace("{e}", str(e)) for e in range(experts)),
-        height=sum(heights) // experts,
+        names=tuple(_COUNTED.sub(f"{number}.", source.name) for number in range(count)),
+        height=sum(heights) // count,
         start=start,
         stop=start + parameter.shape[-1] // repeats,
         group=sum(heights) // repeats,

@@ -52,6 +52,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "olmo2": [*ROPE, *WHOLE_ROPE, *GATED],
     "granite": [*ROPE, *WHOLE_ROPE, *GATED],
     "starcoder2": [*ROPE, *WHOLE_ROPE, *GATED],
+    "stablelm": [
+        *ROPE,
+        ({"hidden_act": "mish"}, "activation is 'mish'"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(8\) is not a multiple of num_key_value_heads \(3\)"),
+        ({"head_dim": 16}, "head_dim=16"),
+    ],
     "opt": [
         ({"do_layer_norm_before": False}, "do_layer_norm_before=False"),
         ({"word_embed_proj_dim": 32}, "word_embed_proj_dim=32"),

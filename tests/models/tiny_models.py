@@ -195,6 +195,31 @@ FAMILIES: dict[str, Family] = {
             "no_bias-mqa": {"use_bias": False, "num_key_value_heads": 1},
         },
     ),
+    "stablelm": Family(
+        SHAPE,
+        {
+            "head_norms-parallel": {"qk_layernorm": True, "use_parallel_residual": True},
+            "biases-tied-mqa-gelu": {
+                "use_qkv_bias": True,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "hidden_act": "gelu",
+                "layer_norm_eps": 1e-2,
+            },
+            "head_norms-biases-mha-half_rotary": {
+                "qk_layernorm": True,
+                "use_qkv_bias": True,
+                "num_key_value_heads": 8,
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+            "parallel-mqa": {"use_parallel_residual": True, "num_key_value_heads": 1},
+        },
+    ),
     "opt": Family(
         {
             "hidden_size": 64,
