@@ -46,7 +46,7 @@ def test_second_moments_are_those_of_what_layers_meet(model: Model, monkeypatch:
         met: dict[int, list[np.ndarray]] = {}
         for args in calibration._arguments():
             seen: list[np.ndarray] = []
-            with observe(lambda x, _, seen=seen: seen.append(np.asarray(x))):  # type: ignore[misc]
+            with observe(lambda x, *_, seen=seen: seen.append(np.asarray(x))):  # type: ignore[misc]
                 layer(*args)
             for number, x in enumerate(seen):
                 met.setdefault(number, []).append(x)
