@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -27,6 +30,39 @@ def default_gguf() -> Path:
         return default_model.fetch(CACHE)
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+EIGHT_DEVICES = " ".join(
+    (
+        "--xla_force_host_platform_device_count=8",
+        # A busy machine runs some devices long after others, and XLA would end the process after 40 seconds.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+        "--xla_cpu_collective_timeout_seconds=1200",
+    )
+)
+
+
+@pytest.fixture(scope="session")
+def run_on_eight_devices() -> Callable[[Path], None]:
+    """Runs a file of tests in a process with eight CPU devices, which must be asked for before jax starts."""
+
+    def run(tests: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+            env={
+                **os.environ,
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {EIGHT_DEVICES}",
+                "JAX_PLATFORMS": "cpu",
+            },
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            timeout=1800,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+
+    return run
 
 
 def _data(name: str) -> Path:

@@ -5,9 +5,6 @@ A new model adds a family to `tiny_models.FAMILIES`; the bodies are the same for
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,17 +120,5 @@ def test_quantized_logits_are_those_of_the_rounded_weights(
 
 
 @pytest.mark.slow
-def test_sharded_models_are_the_models() -> None:
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "models_on_eight_devices.py")]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        command,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=here.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+def test_sharded_models_are_the_models(run_on_eight_devices: Callable[[Path], None]) -> None:
+    run_on_eight_devices(Path(__file__).with_name("models_on_eight_devices.py"))
