@@ -191,8 +191,9 @@ def test_a_bad_line_gets_an_error_that_says_what_is_wrong(files: Files, line: ob
 
 def test_guided_lines(files: Files) -> None:
     settings = {"prompt": "a", "temperature": 1.5, "max_tokens": 60}
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2}
     files.write(
-        {**settings, "json_schema": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2}},
+        {**settings, "json_schema": {**schema, "x-guidance": {"whitespace_flexible": False}}},
         {**settings, "regex": "[a-c]{5}"},
         {**settings, "grammar": 'start: "x" | "y"+', "json_object": False},
         {**settings, "json_object": True, "max_tokens": 1},
