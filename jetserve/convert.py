@@ -223,7 +223,7 @@ def export(
                 f"{source} has no linear layer in 4 or 8 bits, and is not to get one; expected some, for that is what"
                 f" {output_format} is. Ask for a quantize type"
             )
-        fused = sorted(parameter.source for parameter in plan.parameters if not parameter.origin.whole)
+        fused = sorted(parameter.source for parameter in plan.parameters if not parameter.whole)
         if fused:
             raise ValueError(
                 f"{source} is of a model whose tensors are fused, or stored by expert or head, in Hugging Face's"

@@ -22,7 +22,7 @@ from jetserve.tokenizer import Tokenizer
 
 def in_parts(reader: CheckpointReader, parameters: Sequence[Parameter]) -> CheckpointReader:
     """The source with every parameter under its own name, `Parameter.source`. It must have passed `check_tensors`."""
-    if all(parameter.origin.whole for parameter in parameters):
+    if all(parameter.whole for parameter in parameters):
         return reader
     return _PartsReader(reader, parameters)
 

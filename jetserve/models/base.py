@@ -151,11 +151,6 @@ class Origin:
     group: int
     transposed: bool = False
 
-    @property
-    def whole(self) -> bool:
-        """Whether it is the whole of one tensor as it stands."""
-        return len(self.names) == 1 and self.stop - self.start == self.height and not self.transposed
-
     def rows(self, start: int, stop: int) -> np.ndarray:
         """The rows of the tensors taken as one that are rows [start, stop) of the parameter's, in order."""
         index = np.arange(start, stop)
@@ -189,6 +184,12 @@ class Parameter:
     output_axes: tuple[tuple[str, int], ...]
     role: Role
     variable: nnx.Param
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole of the tensor of its name, as that stands."""
+        origin = self.origin
+        return origin.names == (self.source,) and origin.stop - origin.start == origin.height and not origin.transposed
 
     @property
     def layer(self) -> int | None:

@@ -5,7 +5,7 @@ A model file reads its config's own keys with the help of what is here, and hand
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ class Config:
     logit_multiplier: float = 1.0
     logit_cap: float | None = None
 
+    FOREIGN: ClassVar[tuple[str, ...]] = ()
+    """Keys that a relative reads, whose code is shared, but transformers not in this model."""
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         """From a Hugging Face config.json.
@@ -57,7 +60,7 @@ class Config:
           ValueError: for a missing key, for heads that do not make groups, and for what is not built, naming it.
         """
         try:
-            config = cls(**cls.fields(hf))
+            config = cls(**cls.fields({key: value for key, value in hf.items() if key not in cls.FOREIGN}))
         except KeyError as missing:
             raise ValueError(
                 f"the model's config has no {missing}; expected every key of a {hf.get('model_type')} config"
@@ -110,8 +113,8 @@ def shape(
         "hidden_size": hidden,
         "num_layers": hf[key["num_hidden_layers"]],
         "num_heads": heads,
-        "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_size": hf.get("head_dim") or hidden // heads,
+        "num_kv_heads": heads,
+        "head_size": hidden // heads,
         "vocab_size": hf["vocab_size"],
         "max_position": hf.get(key.get("max_position_embeddings", "max_position_embeddings"), 2048),
         "tied": hf.get("tie_word_embeddings", tied),
@@ -119,6 +122,15 @@ def shape(
     }
     # Last, so that those that have another way to say it need no key.
     return fields if "mlp_size" in fields else {**fields, "mlp_size": hf["intermediate_size"]}
+
+
+def grouped_heads(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of models whose KV heads may be fewer than the query heads, and of a size of their own."""
+    heads = hf["num_attention_heads"]
+    return {
+        "num_kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_size": hf.get("head_dim") or hf["hidden_size"] // heads,
+    }
 
 
 def rope(
@@ -148,10 +160,9 @@ def rope(
 
 
 def partial_rotary_factor(hf: Mapping[str, Any], default: float) -> float:
-    """The share of a head's channels that are rotated, by its old and new keys."""
-    parameters = hf.get("rope_parameters") or {}
-    for found in (parameters.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), hf.get("rotary_pct")):
-        if found is not None:
+    """The share of a head's channels that are rotated, where old and new configs write it."""
+    for part in (hf.get("rope_parameters") or {}, hf):
+        if (found := part.get("partial_rotary_factor")) is not None:
             return found
     return default
 

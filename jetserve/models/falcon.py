@@ -67,16 +67,14 @@ class Config(decoder.Config):
         parallel = hf.get("parallel_attn", True)
         if newer and not parallel:
             raise ValueError("the model's config asks for new_decoder_architecture without parallel_attn: not built")
-        older = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
         fields = decoder.shape(
             hf,
             tied=True,
-            names={usual: name for usual, name in older.items() if name in hf},
             mlp_size=hf.get("ffn_hidden_size") or 4 * hf["hidden_size"],
             norm_epsilon=hf.get("layer_norm_epsilon", 1e-5),
         )
         heads = fields["num_heads"]
-        few = (hf.get("num_kv_heads") or hf.get("n_head_kv") or heads) if newer else 1
+        few = (hf.get("num_kv_heads") or heads) if newer else 1
         return {
             **fields,
             "num_kv_heads": few if newer or hf.get("multi_query", True) else heads,

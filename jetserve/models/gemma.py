@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jetserve.layers.norm import RMSNorm
 from jetserve.models import base, llama
@@ -18,12 +18,14 @@ TANH = "gelu_pytorch_tanh"
 class Config(llama.Config):
     """A Llama's with the family's own numbers."""
 
+    FOREIGN: ClassVar[tuple[str, ...]] = ("mlp_bias",)
+
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         base.check_switches(hf, {"use_bidirectional_attention": False})
         # Heads of 256 and a tied head are what transformers takes where the config says nothing.
         fields = super().fields({"head_dim": 256, "tie_word_embeddings": True, **hf})
-        activation = hf.get("hidden_activation") or hf.get("hidden_act") or TANH
+        activation = hf.get("hidden_act", TANH)
         return {
             **fields,
             # "gelu" in the first files was a mistake: the models were trained with the tanh form.

@@ -29,6 +29,7 @@ class Config(gemma.Config):
         kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
         return {
             **fields,
+            "activation": hf.get("hidden_activation", gemma.TANH),
             "windows": decoder.windows(hf, window=hf.get("sliding_window", 4096), layer_types=kinds, num_layers=layers),
             "attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
             "attention_cap": hf.get("attn_logit_softcapping", 50.0),

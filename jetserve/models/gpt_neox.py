@@ -53,7 +53,7 @@ class Config(decoder.Config):
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields = decoder.shape(hf, tied=False, norm_epsilon=hf.get("layer_norm_eps", 1e-5))
         theta = hf.get("rotary_emb_base", 10000.0)
-        partial = decoder.partial_rotary_factor(hf, 0.25)
+        partial = decoder.partial_rotary_factor(hf, hf.get("rotary_pct", 0.25))
         return {
             **fields,
             "activation": hf.get("hidden_act", "gelu"),

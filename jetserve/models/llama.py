@@ -56,7 +56,7 @@ class Config(decoder.Config):
 
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
-        fields = decoder.shape(hf, tied=False, norm_epsilon=hf.get("rms_norm_eps", 1e-6))
+        fields = decoder.shape(hf, tied=False, **decoder.grouped_heads(hf), norm_epsilon=hf.get("rms_norm_eps", 1e-6))
         layers = fields["num_layers"]
         return {
             **fields,

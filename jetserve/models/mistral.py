@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jetserve.models import llama
 from jetserve.models.llama import WEIGHTS, Model
@@ -16,6 +16,8 @@ DEFAULT_WINDOW = 4096
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
     """A Llama's, with the window."""
+
+    FOREIGN: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jetserve.layers.moe import MoE
 from jetserve.models import llama
@@ -22,12 +22,14 @@ WEIGHTS = {
 class Config(llama.Config):
     """A Llama's, with the window of Mistral and experts; `mlp_size` is that of each."""
 
+    FOREIGN: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
+
     num_experts: int
     experts_per_token: int
 
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
-        fields = super().fields({"rope_theta": 1_000_000.0, **hf, "attention_bias": False})
+        fields = super().fields({"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, **hf})
         return {
             **fields,
             "windows": (hf.get("sliding_window"),) * fields["num_layers"],

@@ -1,13 +1,12 @@
 """OLMo 2 (OLMo et al. 2024): Llama's layers with norms after them, and over all queries and all keys together."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from jetserve.layers.attention import Attention
 from jetserve.layers.block import Block
 from jetserve.models import llama, qwen3
-from jetserve.models.llama import Config
-
-__all__ = ["WEIGHTS", "Config", "Model"]
 
 WEIGHTS = {
     **qwen3.WEIGHTS,
@@ -16,10 +15,21 @@ WEIGHTS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(llama.Config):
+    """A Llama's."""
+
+    FOREIGN: ClassVar[tuple[str, ...]] = ("mlp_bias",)
+
+    @classmethod
+    def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return super().fields({"rms_norm_eps": 1e-5, **hf})
+
+
 class Model(llama.Model):
     """See `base.Model`."""
 
-    def layer(self, config: Config, i: int) -> Block:
+    def layer(self, config: llama.Config, i: int) -> Block:
         return Block(
             attention=self.attention(config, i),
             attention_post_norm=self.rms_norm(config),
@@ -27,7 +37,7 @@ class Model(llama.Model):
             mlp_post_norm=self.rms_norm(config),
         )
 
-    def attention(self, config: Config, i: int, **others: Any) -> Attention:
+    def attention(self, config: llama.Config, i: int, **others: Any) -> Attention:
         q_norm = self.rms_norm(config, config.num_heads * config.head_size)
         k_norm = self.rms_norm(config, config.num_kv_heads * config.head_size)
         return super().attention(config, i, q_norm=q_norm, k_norm=k_norm, **others)

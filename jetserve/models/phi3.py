@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jetserve.models import decoder, llama
 from jetserve.models.base import Source
@@ -25,11 +25,13 @@ WEIGHTS = {
 class Config(llama.Config):
     """A Llama's, with a window, and heads of which a share is rotated."""
 
+    FOREIGN: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
+
     @classmethod
     def rotary_share(cls, hf: Mapping[str, Any]) -> float:
         return decoder.partial_rotary_factor(hf, 1.0)
 
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
-        fields = super().fields({**hf, "attention_bias": False, "mlp_bias": False})
+        fields = super().fields({"rms_norm_eps": 1e-5, **hf})
         return {**fields, "windows": (hf.get("sliding_window"),) * fields["num_layers"]}

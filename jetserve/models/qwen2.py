@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jetserve.models import decoder, llama
 from jetserve.models.llama import WEIGHTS, Model
@@ -14,6 +14,8 @@ __all__ = ["WEIGHTS", "Config", "Model"]
 class Config(llama.Config):
     """A Llama's, with biases, and with windows in the upper layers where the config turns them on."""
 
+    FOREIGN: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
+
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields = super().fields(hf)
@@ -21,7 +23,6 @@ class Config(llama.Config):
             **fields,
             "windows": sliding_windows(hf, fields["num_layers"]),
             "qkv_bias": True,
-            "output_bias": False,
         }
 
 

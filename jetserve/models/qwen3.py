@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jetserve.layers.attention import Attention
 from jetserve.models import llama
@@ -18,6 +18,8 @@ WEIGHTS = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
     """A Llama's, with windows as Qwen2 has them."""
+
+    FOREIGN: ClassVar[tuple[str, ...]] = ("mlp_bias",)
 
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Config(decoder.Config):
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"num_key_value_heads": 32, "max_position_embeddings": 4096, **hf}
         base.check_switches(hf, {"head_dim": hf["hidden_size"] // hf["num_attention_heads"]})
-        fields = decoder.shape(hf, tied=False, norm_epsilon=hf.get("layer_norm_eps", 1e-5))
+        fields = decoder.shape(hf, tied=False, **decoder.grouped_heads(hf), norm_epsilon=hf.get("layer_norm_eps", 1e-5))
         partial = decoder.partial_rotary_factor(hf, 0.25)
         return {
             **fields,

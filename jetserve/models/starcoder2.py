@@ -29,7 +29,7 @@ class Config(decoder.Config):
 
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
-        fields = decoder.shape(hf, tied=True, norm_epsilon=hf.get("norm_epsilon", 1e-5))
+        fields = decoder.shape(hf, tied=True, **decoder.grouped_heads(hf), norm_epsilon=hf.get("norm_epsilon", 1e-5))
         return {
             **fields,
             "activation": hf.get("hidden_act", "gelu_pytorch_tanh"),

@@ -144,6 +144,19 @@ def test_a_quantized_tensor_is_cut_with_its_scales(per: str | None) -> None:
     assert reader.read_quantized("h.qkv.q.bias") is None
 
 
+def test_a_single_expert_is_read_by_the_name_of_its_tensor() -> None:
+    class Single(nnx.Module):
+        def __init__(self) -> None:
+            self.config = Shape({**SIZES, "E": 1})
+            self.up = Linear("D -> E F", self.config.sizes)
+
+    parameters = base.parameters(Single(), {"up.weight": Source("experts.{e}.up.weight")})
+    raw = Memory({"experts.0.up.weight": EXPERTS[0]})
+    check_tensors(raw, parameters)
+    [parameter] = parameters
+    np.testing.assert_array_equal(in_parts(raw, parameters).read(parameter.source), EXPERTS[0])
+
+
 def test_experts_are_rounded_each_for_itself() -> None:
     joined = np.concatenate(EXPERTS)
     rounded = by_expert(rtn.quantize_matrix(lambda a, b: joined[a:b], joined.shape, CONFIG, name="")[0], SIZES["E"])

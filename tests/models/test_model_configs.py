@@ -1,9 +1,13 @@
 """What a model makes of its config: what is not built is refused by name, and old and new spellings mean the same."""
 
+import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import FAMILIES, LLAMA3_ROPE, SHAPE
+import transformers
+from tiny_models import FAMILIES, LLAMA3_ROPE, MODELS, SHAPE
 
 from jetserve.models import base
 
@@ -81,6 +85,47 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "qwen3_moe": [*ROPE, *WHOLE_ROPE, *GATED],
     "bloom": [({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=True")],
 }
+
+
+SWITCHES: dict[str, Any] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qkv_bias", "alibi", "qk_layernorm"), True),
+    **dict.fromkeys(("use_bias", "enable_bias", "multi_query", "parallel_attn", "scale_attn_weights"), False),
+    **dict.fromkeys(("use_sliding_window", "use_parallel_residual", "norm_topk_prob"), True),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation", "activation_function"), "relu"),
+    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "norm_epsilon"), 0.5),
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 3.0),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), 3.0),
+    **dict.fromkeys(("rotary_emb_base", "rope_local_base_freq"), 7.0),
+    **dict.fromkeys(("rotary_pct", "rope_pct"), 0.5),
+    **dict.fromkeys(("head_dim", "num_key_value_heads", "num_kv_heads", "n_head_kv", "n_head", "n_layer"), 2),
+    **dict.fromkeys(("n_embd", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size"), 40),
+    **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size"), 1),
+    **dict.fromkeys(("sliding_window", "sliding_window_pattern", "max_window_layers", "no_rope_layer_interval"), 1),
+}
+"""What some model reads, with values that none has otherwise."""
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_switches_of_other_models_change_nothing(model_type: str) -> None:
+    """What the source of transformers' model does not name is none of its switches."""
+    configuration = Path(inspect.getfile(transformers.CONFIG_MAPPING[model_type]))
+    modeling = configuration.with_name(configuration.name.replace("configuration", "modeling"))
+    source = configuration.read_text(encoding="utf-8") + modeling.read_text(encoding="utf-8")
+    shape = {**FAMILIES[model_type].shape, "model_type": model_type}
+    read = base.find(model_type).Config.from_hf
+    own = {key for key in SWITCHES if re.search(rf'config\.{key}\b|"{key}"|^    {key}:', source, re.MULTILINE)}
+    assert own
+    for key in SWITCHES.keys() - own - shape.keys():
+        assert read({**shape, key: SWITCHES[key]}) == read(shape), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_that_are_missing_stand_for_what_transformers_takes(name: str) -> None:
+    model_type, variant = MODELS[name]
+    given = {**FAMILIES[model_type].shape, **FAMILIES[model_type].models[variant]}
+    written = transformers.CONFIG_MAPPING[model_type](**given).to_dict()
+    read = base.find(model_type).Config.from_hf
+    assert read({**given, "model_type": model_type}) == read(written)
 
 
 def test_every_model_has_something_that_it_refuses() -> None:

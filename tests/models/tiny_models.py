@@ -270,7 +270,12 @@ FAMILIES: dict[str, Family] = {
         {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2},
         {
             "plain": {},
-            "window-mha": {"sliding_window": 9, "num_key_value_heads": 8},
+            "window-mha-one_expert": {
+                "sliding_window": 9,
+                "num_key_value_heads": 8,
+                "num_local_experts": 1,
+                "num_experts_per_tok": 1,
+            },
             "tied-eight-one": {"tie_word_embeddings": True, "num_local_experts": 8, "num_experts_per_tok": 1},
         },
     ),
