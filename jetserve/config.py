@@ -308,6 +308,13 @@ class CalibrationConfig:
                 _positive(f"calibration {name}", value)
 
 
+class Scaling(enum.Enum):
+    """How the inputs of linear layers are scaled, by scales that are taken out of what comes before them."""
+
+    NONE = "none"
+    AWQ = "awq"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTQConfig:
     """GPTQ (see `quantize.methods.gptq`).
@@ -315,6 +322,7 @@ class GPTQConfig:
     Attributes:
       calibration: what it learns from.
       clip: how scales are chosen; squared errors count by the mean square of their input.
+      scaling: of inputs, before anything is rounded.
       act_order: rounds the rows with the largest inputs first. Blocks then take their scales from the weights as they
         were, so that rows keep their places.
       static_groups: whether blocks take their scales from the weights as they were also without act_order, and not from
@@ -328,6 +336,7 @@ class GPTQConfig:
 
     calibration: CalibrationConfig
     clip: Clip = Clip.NONE
+    scaling: Scaling = Scaling.NONE
     act_order: bool = False
     static_groups: bool = False
     damping: float = 0.01
@@ -341,7 +350,26 @@ class GPTQConfig:
             raise ValueError(f"damping is {self.damping}; expected a number between 0 and 1, such as 0.01")
 
 
-MethodConfig = RTNConfig | GPTQConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AWQConfig:
+    """AWQ (see `quantize.methods.awq`): inputs are scaled, then weights rounded to nearest.
+
+    Attributes:
+      calibration: what it learns from.
+      clip: how scales are chosen; squared errors count by the mean square of their input.
+      strict: whether a linear layer whose inputs cannot be scaled is an error, and not just reported.
+    """
+
+    NAME: ClassVar[str] = "awq"
+    scaling: ClassVar[Scaling] = Scaling.AWQ
+
+    calibration: CalibrationConfig
+    clip: Clip = Clip.NONE
+    strict: bool = False
+
+
+CalibratedMethod = GPTQConfig | AWQConfig
+MethodConfig = RTNConfig | CalibratedMethod
 ROUND_TO_NEAREST = RTNConfig()
 
 

@@ -22,7 +22,7 @@ from jetserve.checkpoint.load import Progress
 from jetserve.checkpoint.manifest import MANIFEST, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
 from jetserve.checkpoint.source import HostWeight, make_weight
-from jetserve.config import ROUND_TO_NEAREST, ConvertConfig, GPTQConfig, MethodConfig
+from jetserve.config import ROUND_TO_NEAREST, ConvertConfig, MethodConfig, RTNConfig
 from jetserve.conversion_plan import ConversionPlan, drawn, make_conversion_plan, type_table
 from jetserve.models.base import Parameter
 from jetserve.quantize.qarray import QArray
@@ -82,7 +82,7 @@ class ConversionReport:
         for type_name, count in self.weights.dequantized().items():
             lines.append(f"{count} tensors of type {type_name}, which cannot be carried over, became floats")
         for reason, count in self.weights.fallbacks().items():
-            lines.append(f"{count} tensors were rounded to nearest: {reason}")
+            lines.append(f"{count} tensors were {reason}")
         lines += [f"rounding error {t.error:.4f}{_of_output(t)}: {t.name}" for t in self.weights.worst(WORST)]
         resumed = f", {self.resumed} of {len(self.weights.tensors)} tensors by an earlier run" if self.resumed else ""
         lines.append(f"type, block size and error of every tensor: {self.output / MANIFEST}")
@@ -164,7 +164,7 @@ def convert(
 
 def _windows(plan: ConversionPlan, method: MethodConfig, tokenizer: Tokenizer | None) -> np.ndarray | None:
     """The calibration tokens of a method that takes any."""
-    if not isinstance(method, GPTQConfig):
+    if isinstance(method, RTNConfig):
         return None
     return calibrated.windows(plan.targets, method, tokenizer, max_length=plan.model.config.max_position)
 
@@ -182,7 +182,7 @@ def _weights(
 
     `finished` and `keep` are `calibrated.weights`'.
     """
-    if isinstance(method, GPTQConfig) and windows is not None:
+    if not isinstance(method, RTNConfig) and windows is not None:
         work = calibrated.Work(reader=plan.reader, parameters=plan.parameters, targets=plan.targets, config=method)
         made = calibrated.weights(work, plan.model, windows, finished=finished, keep=keep)
     else:

@@ -6,6 +6,7 @@ from absl import flags
 
 from jetserve.config import (
     EXPORT_FORMATS,
+    AWQConfig,
     CalibrationConfig,
     Clip,
     ConvertConfig,
@@ -13,14 +14,15 @@ from jetserve.config import (
     MethodConfig,
     ModelSource,
     RTNConfig,
+    Scaling,
 )
 from jetserve.default_model import default_cache_dir
 from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize_type
 
-METHODS = (RTNConfig.NAME, GPTQConfig.NAME)
+METHODS = (RTNConfig.NAME, GPTQConfig.NAME, AWQConfig.NAME)
 NATIVE_FORMAT = "jetserve"
-CALIBRATION_FLAGS = ("calibration_file", "calibration_samples", "calibration_length")
-GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "gptq_sweeps", "strict")
+CALIBRATION_FLAGS = ("calibration_file", "calibration_samples", "calibration_length", "strict")
+GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "gptq_sweeps", "scale_inputs")
 
 
 def define_convert() -> None:
@@ -56,22 +58,35 @@ def define_method() -> None:
         "rtn",
         METHODS,
         "How linear layers are rounded. rtn: to nearest. gptq: so that what a layer computes of calibration text"
-        " changes little; takes minutes.",
+        " changes little; takes minutes. awq: to nearest, with inputs scaled before so that less changes.",
     )
-    define(flags.DEFINE_string, "calibration_file", None, "gptq: plain text, or JSONL with a text, prompt or messages.")
+    define(
+        flags.DEFINE_string,
+        "calibration_file",
+        None,
+        "gptq and awq: plain text, or JSONL with a text, prompt or messages.",
+    )
     define(
         flags.DEFINE_integer,
         "calibration_samples",
         None,
-        "gptq: windows of the text (unset: up to 128, as many as there are).",
+        "gptq and awq: windows of the text (unset: up to 128, as many as there are).",
         lower_bound=1,
     )
     define(
         flags.DEFINE_integer,
         "calibration_length",
         None,
-        "gptq: tokens a window (unset: 2048, or what the model was made for if that is less).",
+        "gptq and awq: tokens a window (unset: 2048, or what the model was made for if that is less).",
         lower_bound=1,
+    )
+    define(
+        flags.DEFINE_enum,
+        "scale_inputs",
+        Scaling.NONE.value,
+        [scaling.value for scaling in Scaling],
+        "gptq: how inputs of linear layers are scaled before, by scales that are taken out of what comes before them."
+        " awq: so that rounding to nearest would change least.",
     )
     define(flags.DEFINE_bool, "gptq_act_order", False, "gptq: round the rows with the largest inputs first.")
     define(
@@ -102,7 +117,12 @@ def define_method() -> None:
         "How scales of linear layers are chosen. none: to span the range of the weights. mse: for the least squared"
         " error.",
     )
-    define(flags.DEFINE_bool, "strict", False, "gptq: a weight that cannot be done is an error, and not just rounded.")
+    define(
+        flags.DEFINE_bool,
+        "strict",
+        False,
+        "gptq and awq: a weight that cannot be done, or scaled, is an error, and not just rounded and reported.",
+    )
 
 
 def convert_config() -> ConvertConfig:
@@ -127,25 +147,38 @@ def convert_config() -> ConvertConfig:
 
 def method_config() -> MethodConfig:
     """From `define_method`."""
-    if FLAGS.quantize_method == "rtn":
-        for name in (*CALIBRATION_FLAGS, *GPTQ_FLAGS):
-            if FLAGS[name].present:
-                raise ValueError(
-                    f"--{name} belongs to --quantize_method=gptq, but the method is rtn; drop one of the two"
-                )
+    method = FLAGS.quantize_method
+    if method == RTNConfig.NAME:
+        _refuse(CALIBRATION_FLAGS, "gptq or awq")
+        _refuse(GPTQ_FLAGS, "gptq")
         return RTNConfig(clip=Clip(FLAGS.clip))
     if FLAGS.calibration_file is None:
-        raise ValueError("--calibration_file is not set; --quantize_method=gptq takes a text of the model's own kind")
+        raise ValueError(f"--calibration_file is not set; --quantize_method={method} takes a text of the model's kind")
+    calibration = CalibrationConfig(
+        file=path_of(FLAGS.calibration_file), samples=FLAGS.calibration_samples, length=FLAGS.calibration_length
+    )
+    if method == AWQConfig.NAME:
+        _refuse(GPTQ_FLAGS, "gptq")
+        return AWQConfig(calibration=calibration, clip=Clip(FLAGS.clip), strict=FLAGS.strict)
     if FLAGS.gptq_act_order and FLAGS.gptq_static_groups is False:
         raise ValueError("--gptq_static_groups=False contradicts --gptq_act_order; drop one of the two")
     return GPTQConfig(
-        calibration=CalibrationConfig(
-            file=path_of(FLAGS.calibration_file), samples=FLAGS.calibration_samples, length=FLAGS.calibration_length
-        ),
+        calibration=calibration,
         clip=Clip(FLAGS.clip),
+        scaling=Scaling(FLAGS.scale_inputs),
         act_order=FLAGS.gptq_act_order,
         static_groups=bool(FLAGS.gptq_static_groups),
         damping=GPTQConfig.damping if FLAGS.gptq_damping is None else FLAGS.gptq_damping,
         sweeps=FLAGS.gptq_sweeps,
         strict=FLAGS.strict,
     )
+
+
+def _refuse(names: tuple[str, ...], methods: str) -> None:
+    """Refuses flags that belong to other methods than the one that is asked for."""
+    for name in names:
+        if FLAGS[name].present:
+            raise ValueError(
+                f"--{name} belongs to --quantize_method={methods}, but the method is {FLAGS.quantize_method}; drop one"
+                " of the two"
+            )

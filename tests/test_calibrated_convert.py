@@ -13,14 +13,23 @@ import pytest
 from jetserve.checkpoint.base import CheckpointError
 from jetserve.checkpoint.load import LoadedModel, load_model, open_model
 from jetserve.checkpoint.native import NativeCheckpoint
-from jetserve.config import CalibrationConfig, EngineConfig, GPTQConfig, MeshConfig
+from jetserve.config import (
+    AWQConfig,
+    CalibratedMethod,
+    CalibrationConfig,
+    Clip,
+    EngineConfig,
+    GPTQConfig,
+    MeshConfig,
+    Scaling,
+)
 from jetserve.convert import convert
 from jetserve.engine.runner import Runner
 from jetserve.evaluate.perplexity import measure
 from jetserve.gptq import GPTQQuantizer, load_quantized_model
 from jetserve.parallel.mesh import make_mesh
 from jetserve.quantize.dataset import calibration_windows
-from jetserve.quantize.methods import gptq
+from jetserve.quantize.methods import awq, gptq
 from jetserve.testing import make_tiny_checkpoint
 from jetserve.types import Request, SamplingParams
 
@@ -73,10 +82,15 @@ def _windows(source: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [METHOD, dataclasses.replace(METHOD, scaling=Scaling.AWQ), AWQConfig(calibration=CALIBRATION)],
+    ids=["gptq", "both", "awq"],
+)
 def test_goes_on_after_the_layers_that_a_stopped_run_finished(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: CalibratedMethod, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"quantize_type": "int4_blockwise", "symmetric": False, "method": METHOD}
+    settings: dict[str, Any] = {"quantize_type": "int4_blockwise", "symmetric": False, "method": method}
     convert(source, tmp_path / "at once", **settings, progress=list_only)
 
     def stop_in_the_second_layer(work: Any) -> Iterator[Any]:
@@ -87,18 +101,24 @@ def test_goes_on_after_the_layers_that_a_stopped_run_finished(
 
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", **settings, progress=stop_in_the_second_layer)
-    counted: list[int] = []
-    original = gptq.factorize
-    monkeypatch.setattr(gptq, "factorize", lambda *args: (counted.append(1), original(*args))[1])
+    counted: list[str] = []
+    for module, name in ((gptq, "factorize"), (awq, "search")):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda *args, name=name, original=original, **others: (counted.append(name), original(*args, **others))[1],
+        )
     report = convert(source, tmp_path / "out", **settings, progress=list_only)
     assert report.resumed == 12  # embedding, norm and head, and a layer of nine
-    assert len(counted) == 4
+    assert counted.count("factorize") == (4 if isinstance(method, GPTQConfig) else 0)
+    assert counted.count("search") == (0 if method.scaling is Scaling.NONE else 4)
     for (a, x), (b, y) in zip(
         NativeCheckpoint(tmp_path / "out").read(), NativeCheckpoint(tmp_path / "at once").read(), strict=True
     ):
         assert dataclasses.replace(a, part=0) == dataclasses.replace(b, part=0)
         jax.tree.map(np.testing.assert_array_equal, x, y)
-    other = dataclasses.replace(METHOD, damping=0.1)
+    other = dataclasses.replace(method, clip=Clip.MSE)
     assert convert(source, tmp_path / "other", **{**settings, "method": other}, progress=list_only).resumed == 0
 
 
@@ -118,7 +138,7 @@ def test_what_cannot_be_done_is_rounded_and_told_or_refused(
     for entry, array in NativeCheckpoint(tmp_path / "out").read():
         jax.tree.map(np.testing.assert_array_equal, array, expected[entry.name])
     strict = dataclasses.replace(METHOD, strict=True)
-    with pytest.raises(ValueError, match=r"q_proj\.weight cannot be done by GPTQ"):
+    with pytest.raises(ValueError, match=r"q_proj\.weight cannot be done by gptq"):
         convert(source, tmp_path / "strict", quantize_type="int8_per_channel", method=strict, progress=list_only)
 
 

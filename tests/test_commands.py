@@ -52,6 +52,16 @@ def test_every_flag_is_in_the_docs() -> None:
         (["convert_checkpoints.py"], ["--output_checkpoint_dir"]),
         (["convert_checkpoints.py", "--dry_run", "--gptq_act_order"], ["--gptq_act_order", "method is rtn"]),
         (["convert_checkpoints.py", "--dry_run", "--quantize_method=gptq"], ["--calibration_file is not set"]),
+        (
+            [
+                "convert_checkpoints.py",
+                "--dry_run",
+                "--quantize_method=awq",
+                "--calibration_file=x",
+                "--scale_inputs=awq",
+            ],
+            ["--scale_inputs belongs to --quantize_method=gptq, but the method is awq"],
+        ),
         (["convert_checkpoints.py", "--dry_run", "--quantize_recipe=/no/such.yaml"], ["/no/such.yaml"]),
         (["-m", "jetserve.evaluate"], ["neither text_file nor tasks"]),
         (["-m", "jetserve.evaluate", "--tasks=a", "--plot=p.png"], ["--plot takes a --text_file"]),

@@ -19,21 +19,23 @@ import numpy as np
 from flax import nnx
 
 from jetserve.checkpoint.base import CheckpointReader
+from jetserve.checkpoint.scaled import scale_layer
 from jetserve.checkpoint.source import HostWeight, make_weight, quantized_weight
-from jetserve.config import GPTQConfig, MethodConfig
+from jetserve.config import CalibratedMethod, GPTQConfig, MethodConfig, RTNConfig, Scaling
 from jetserve.models.base import Model, Parameter
 from jetserve.quantize.calibrate import Calibration, linears
 from jetserve.quantize.dataset import calibration_windows
-from jetserve.quantize.methods import gptq
-from jetserve.quantize.qarray import QUANTIZE_TYPES, QArray, by_expert, dequantize, quantize
+from jetserve.quantize.methods import awq, gptq
+from jetserve.quantize.qarray import QUANTIZE_TYPES, QArray, QuantizationConfig, by_expert, dequantize, quantize
 from jetserve.quantize.recipe import Target
 from jetserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 NEVER_MET = "no linear layer was seen to take it"
-NOT_DEFINITE = "no damping makes the second moment of its inputs positive definite"
+NOT_DEFINITE = "the second moment of its inputs is not finite, or no damping makes it positive definite"
 NO_TOKENS = "no token of the calibration text reaches it"
+TO_NEAREST = "rounded to nearest"
 UNBOUNDED = "its weights grow beyond all bounds"
 
 PRECISION = "float32"
@@ -45,7 +47,7 @@ Made = tuple[Parameter, HostWeight]
 
 
 def windows(
-    targets: Mapping[str, Target], config: GPTQConfig, tokenizer: Tokenizer | None, *, max_length: int
+    targets: Mapping[str, Target], config: CalibratedMethod, tokenizer: Tokenizer | None, *, max_length: int
 ) -> np.ndarray:
     """The calibration tokens, int32 [S, L].
 
@@ -64,12 +66,12 @@ def windows(
 
 def describe(method: MethodConfig, tokens: np.ndarray | None) -> dict[str, Any]:
     """The method for a manifest; what only decides how a conversion ends is left out."""
-    if not isinstance(method, GPTQConfig) or tokens is None:
+    if isinstance(method, RTNConfig) or tokens is None:
         return {"name": method.NAME, "clip": method.clip.value}
-    options = dataclasses.asdict(gptq.Options.of(method))
+    settings = {name: value for name, value in vars(method).items() if name not in ("calibration", "strict")}
     return {
         "name": method.NAME,
-        **{name: value.value if isinstance(value, enum.Enum) else value for name, value in options.items()},
+        **{name: value.value if isinstance(value, enum.Enum) else value for name, value in settings.items()},
         "samples": tokens.shape[0],
         "length": tokens.shape[1],
         "tokens_sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
@@ -85,12 +87,14 @@ class Work:
       parameters: of the model.
       targets: what every parameter becomes, by its path.
       config: of the method.
+      remarks: what of it could not be done for a weight, and why, by the parameter's path.
     """
 
     reader: CheckpointReader
     parameters: Sequence[Parameter]
     targets: Mapping[str, Target]
-    config: GPTQConfig
+    config: CalibratedMethod
+    remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_nearest(self, parameter: Parameter) -> HostWeight:
         """A weight without the method."""
@@ -142,19 +146,22 @@ def _plainly(parameters: Sequence[Parameter], work: Work, finished: Finished) ->
 def _layer(
     layer: nnx.Module, parameters: Sequence[Parameter], calibration: Calibration, work: Work, finished: Finished
 ) -> Iterator[Made]:
-    left = {p.path for p in parameters if work.targets[p.path].method == work.config.NAME}
-    yield from _plainly([p for p in parameters if p.path not in left], work, finished)
-    for parameter in parameters:
-        if parameter.path in left:
-            found = finished(parameter.source)
-            if found is not None:
-                left.remove(parameter.path)
-            _give(parameter, work.reader.read(parameter.source).T if found is None else found)
+    by_method = [p for p in parameters if work.targets[p.path].method == work.config.NAME]
+    done = {p.path: array for p in parameters if (array := finished(p.source)) is not None}
+    if work.config.scaling is not Scaling.NONE and len(done) < len(parameters):
+        for parameter in parameters:
+            _give(parameter, work.reader.read(parameter.source).T)
+        reader, remarks = scale_layer(layer, parameters, calibration, work.reader, work.targets, work.config.NAME)
+        work = dataclasses.replace(work, reader=reader, remarks=remarks)
+    yield from _plainly([p for p in parameters if p not in by_method], work, finished)
+    for parameter in by_method:
+        _give(parameter, done.get(parameter.path, work.reader.read(parameter.source).T))
     modules, stages = linears(layer), calibration.stages(layer)
     by_variable = {id(p.variable): p for p in parameters}
     groups = [[by_variable[id(modules[path].weight)] for path in stage] for stage in stages]
     met = {p.path for group in groups for p in group}
-    for parameter in parameters:
+    left = {p.path for p in by_method} - done.keys()
+    for parameter in by_method:
         if parameter.path in left - met:
             weight = _fall_back(parameter, NEVER_MET, work)
             _give(parameter, weight.array)
@@ -169,27 +176,42 @@ def _group(parameters: Sequence[Parameter], hessian: jax.Array, work: Work) -> I
     """Weights that take the same input; of several experts, each by the tokens that were sent to it."""
     hessians = hessian[None] if hessian.ndim == 2 else hessian
     with jax.default_matmul_precision(PRECISION):
-        options = gptq.Options.of(work.config)
-        factors = [gptq.factorize(h, options) if bool(jnp.trace(h) != 0) else None for h in hessians]
+        prepared = [_prepared(h, work.config) if bool(jnp.trace(h) != 0) else None for h in hessians]
     for parameter in parameters:
         with jax.default_matmul_precision(PRECISION):
-            weight = _rounded(parameter, hessians, factors, work)
+            weight = _rounded(parameter, hessians, prepared, work)
         _give(parameter, weight.array)
         yield parameter, weight
 
 
+def _prepared(hessian: jax.Array, config: CalibratedMethod) -> gptq.Factor | jax.Array | None:
+    """What the method takes of a second moment; None if that is unusable."""
+    if isinstance(config, GPTQConfig):
+        return gptq.factorize(hessian, gptq.Options.of(config))
+    return hessian if bool(jnp.all(jnp.isfinite(hessian))) else None
+
+
+def _matrix(
+    w: jax.Array, prepared: gptq.Factor | jax.Array | None, quantization: QuantizationConfig, config: CalibratedMethod
+) -> QArray | None:
+    """A matrix [K, N] rounded by the method; None if it cannot be."""
+    if prepared is None:
+        return None
+    if isinstance(prepared, gptq.Factor):
+        assert isinstance(config, GPTQConfig)
+        return gptq.quantize_matrix(w, prepared, quantization, gptq.Options.of(config))
+    return awq.quantize_matrix(w, prepared, quantization, config.clip)
+
+
 def _rounded(
-    parameter: Parameter, hessians: jax.Array, factors: Sequence[gptq.Factor | None], work: Work
+    parameter: Parameter, hessians: jax.Array, prepared: Sequence[gptq.Factor | jax.Array | None], work: Work
 ) -> HostWeight:
-    options, target = gptq.Options.of(work.config), work.targets[parameter.path]
+    target = work.targets[parameter.path]
     config, value = target.config, parameter.variable.get_value()
     assert config is not None
-    w = value.reshape(len(factors), *value.shape[-2:])
-    found = [
-        None if factor is None else gptq.quantize_matrix(matrix, factor, config, options)
-        for matrix, factor in zip(w, factors, strict=True)
-    ]
-    reasons = [_reason(h, f) for h, f, q in zip(hessians, factors, found, strict=True) if q is None]
+    w = value.reshape(len(prepared), *value.shape[-2:])
+    found = [_matrix(matrix, one, config, work.config) for matrix, one in zip(w, prepared, strict=True)]
+    reasons = [_reason(h, one) for h, one, q in zip(hessians, prepared, found, strict=True) if q is None]
     if len(reasons) == len(found):
         return _fall_back(parameter, reasons[0], work)
     whole = [quantize(matrix, config) if q is None else q for matrix, q in zip(w, found, strict=True)]
@@ -202,11 +224,14 @@ def _rounded(
         output_error=float(gptq.output_error(w, rounded, hessians)),
         asked=target.asked_block_size,
     )
-    return _with_reason(weight, f"{len(reasons)} of {len(found)} experts: {reasons[0]}", work) if reasons else weight
+    if reasons:
+        return _told(weight, f"{TO_NEAREST} in {len(reasons)} of {len(found)} experts: {reasons[0]}", work)
+    remark = work.remarks.get(parameter.path)
+    return weight if remark is None else _told(weight, remark, work)
 
 
-def _reason(hessian: jax.Array, factor: gptq.Factor | None) -> str:
-    if factor is not None:
+def _reason(hessian: jax.Array, prepared: gptq.Factor | jax.Array | None) -> str:
+    if prepared is not None:
         return UNBOUNDED
     return NOT_DEFINITE if bool(jnp.trace(hessian) != 0) else NO_TOKENS
 
@@ -221,16 +246,16 @@ def _side_by_side(experts: QArray) -> QArray:
 
 
 def _fall_back(parameter: Parameter, reason: str, work: Work) -> HostWeight:
-    return _with_reason(work.to_nearest(parameter), reason, work)
+    return _told(work.to_nearest(parameter), f"{TO_NEAREST}: {reason}", work)
 
 
-def _with_reason(weight: HostWeight, reason: str, work: Work) -> HostWeight:
-    """A weight that was rounded to nearest, or a part of it was. Raises ValueError where that is not wanted."""
+def _told(weight: HostWeight, remark: str, work: Work) -> HostWeight:
+    """A weight that the method, or a part of it, was not used for. Raises ValueError where that is not wanted."""
     name = weight.report.name
     if work.config.strict:
-        raise ValueError(f"{name} cannot be done by GPTQ: {reason}. Without --strict it would be rounded to nearest")
-    logger.warning("%s is rounded to nearest: %s", name, reason)
-    return dataclasses.replace(weight, report=dataclasses.replace(weight.report, fallback=reason))
+        raise ValueError(f"{name} cannot be done by {work.config.NAME}. Without --strict it would be {remark}")
+    logger.warning("%s is %s", name, remark)
+    return dataclasses.replace(weight, report=dataclasses.replace(weight.report, fallback=remark))
 
 
 @jax.jit

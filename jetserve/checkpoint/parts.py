@@ -54,7 +54,7 @@ def renamed(reader: CheckpointReader, weights: Weights) -> CheckpointReader:
     return _RenamedReader(reader, {found: name for name, found in usual.items()})
 
 
-class _ReaderOver:
+class ReaderOver:
     """What a `CheckpointReader` over another has of it."""
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -73,7 +73,28 @@ class _ReaderOver:
         return self._reader.fingerprint()
 
 
-class _RenamedReader(_ReaderOver):
+class Replaced(ReaderOver):
+    """The source with other floats in place of some of its tensors: arrays in Hugging Face's layout, by name."""
+
+    def __init__(self, reader: CheckpointReader, arrays: Mapping[str, np.ndarray]) -> None:
+        super().__init__(reader)
+        self.tensors: Mapping[str, TensorInfo] = reader.tensors
+        self._arrays = arrays
+
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays[name] if name in self._arrays else self._reader.read(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._arrays[name][start:stop] if name in self._arrays else self._reader.read_rows(name, start, stop)
+
+    def read_quantized(self, name: str) -> QArray | None:
+        return None if name in self._arrays else self._reader.read_quantized(name)
+
+    def quantized_bits(self, name: str) -> int | None:
+        return None if name in self._arrays else self._reader.quantized_bits(name)
+
+
+class _RenamedReader(ReaderOver):
     """See `renamed`; `names` are the other reader's by those that are shown."""
 
     def __init__(self, reader: CheckpointReader, names: Mapping[str, str]) -> None:
@@ -94,7 +115,7 @@ class _RenamedReader(_ReaderOver):
         return self._reader.quantized_bits(self._names[name])
 
 
-class _PartsReader(_ReaderOver):
+class _PartsReader(ReaderOver):
     """See `in_parts`."""
 
     def __init__(self, reader: CheckpointReader, parameters: Sequence[Parameter]) -> None:

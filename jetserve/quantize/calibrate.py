@@ -111,6 +111,10 @@ class Calibration:
         assert total is not None
         return total / tokens
 
+    def begin_again(self) -> None:
+        """Before the first stage, with other weights than those that a layer's stages were run with."""
+        self._kept = [() for _ in self._batches]
+
     def advance(self, layer: nnx.Module) -> None:
         """Takes the hidden states through a layer, with the weights that it has now."""
         graph, state = nnx.split(layer)

@@ -48,10 +48,15 @@ def search(
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def with_best_scales(w: jax.Array, rounded: QArray, config: QuantizationConfig) -> QArray:
-    """A weight [K, N] rounded with the scales of least error in place of those that span its range."""
+def with_best_scales(
+    w: jax.Array, rounded: QArray, config: QuantizationConfig, importance: jax.Array | None = None
+) -> QArray:
+    """A weight [K, N] rounded with the scales of least error in place of those that span its range.
+
+    `importance` is that of the errors of each row, [K]; None for all alike.
+    """
     w = w.astype(jnp.float32).reshape(-1, config.block_size or w.shape[0], w.shape[-1])  # [G, g, N]
-    scale, zero_point = search(w, None, config)
+    scale, zero_point = search(w, None if importance is None else importance.reshape(w.shape[:2]), config)
     # A range just above the smallest that a scale can be stays as it is.
     full = rounded.scale.reshape(scale.shape)
     usable = scale >= jnp.finfo(jnp.float32).tiny

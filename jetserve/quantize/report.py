@@ -20,7 +20,7 @@ class TensorReport:
       error: relative Frobenius error of rounding; None where nothing was rounded.
       output_error: of a calibrated method: the mean square of what rounding changed in the products with the inputs,
         over that of the products.
-      fallback: why it was rounded to nearest where a calibrated method was asked for.
+      fallback: of a calibrated method: what was done in its place, or left out, and why.
       dequantized_from: the source's type, where that was quantized but became a float.
     """
 
@@ -80,7 +80,7 @@ class WeightReport:
         return dict(collections.Counter(t.dequantized_from for t in self.tensors if t.dequantized_from is not None))
 
     def fallbacks(self) -> dict[str, int]:
-        """Why tensors were rounded to nearest where a calibrated method was asked for -> their number."""
+        """What was done in place of a calibrated method, or left out of it, and why -> the number of tensors."""
         return dict(collections.Counter(t.fallback for t in self.tensors if t.fallback is not None))
 
     def worst(self, count: int) -> list[TensorReport]:

@@ -1,5 +1,6 @@
 """Calibration in every family of models: no model has code for it, so each must show its layers and their inputs."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from tiny_models import FIRST, VOCABULARY, make
 
 from jetserve.checkpoint import calibrated
 from jetserve.checkpoint.source import make_weight
-from jetserve.config import CalibrationConfig, GPTQConfig
+from jetserve.config import AWQConfig, CalibrationConfig, GPTQConfig
 from jetserve.conversion_plan import make_conversion_plan
 from jetserve.models.base import Role
 from jetserve.quantize.qarray import dequantize
@@ -32,6 +33,41 @@ def test_every_linear_layer_is_done_or_told(name: str, tmp_path: Path) -> None:
             assert 0 < weight.report.output_error < 1e-3
         else:
             assert weight.report.output_error is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "unscaled"),
+    [("llama-plain", ()), ("mixtral-plain", ()), ("bloom-plain", ("mlp.down",)), ("gemma-plain", ())],
+)
+def test_what_is_scaled_is_as_near_and_what_is_not_is_told(
+    name: str, unscaled: tuple[str, ...], tmp_path: Path
+) -> None:
+    make(name, tmp_path / "hf")
+    method = AWQConfig(calibration=METHOD.calibration)
+    plan = make_conversion_plan(tmp_path / "hf", quantize_type="int8_per_channel", method=method)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 40)).astype(np.int32)
+    work = calibrated.Work(reader=plan.reader, parameters=plan.parameters, targets=plan.targets, config=method)
+    made = list(calibrated.weights(work, plan.model, tokens, finished=lambda name: None, keep=lambda: None))
+    scaled = 0
+    for parameter, weight in made:
+        told = weight.report.fallback
+        if parameter.path.endswith(tuple(f"{path}.weight" for path in unscaled) or ("nothing",)):
+            assert told == "not scaled: nothing before it can take the scales"
+        else:
+            assert told is None
+        if parameter.role is Role.LINEAR:
+            assert weight.report.output_error is not None
+            assert 0 < weight.report.output_error < 1e-3
+            floats = np.asarray(plan.reader.read(parameter.source), np.float32).T
+            found = np.asarray(dequantize(weight.array))
+            scaled += np.abs(found - floats).max() > 0.1 * np.abs(floats).max()
+    assert scaled > 0
+    if not unscaled:
+        return
+    strict = dataclasses.replace(work, config=dataclasses.replace(method, strict=True))
+    with pytest.raises(ValueError, match=r"cannot be done by awq. Without --strict it would be not scaled"):
+        list(calibrated.weights(strict, plan.model, tokens, finished=lambda name: None, keep=lambda: None))
 
 
 @pytest.mark.slow
