@@ -313,6 +313,15 @@ class Scaling(enum.Enum):
 
     NONE = "none"
     AWQ = "awq"
+    SMOOTHQUANT = "smoothquant"
+
+
+SMOOTHING = 0.5
+
+
+def _check_smoothing(smoothing: float) -> None:
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"smoothing is {smoothing}; expected a number from 0 to 1, such as {SMOOTHING}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,6 +332,7 @@ class GPTQConfig:
       calibration: what it learns from.
       clip: how scales are chosen; squared errors count by the mean square of their input.
       scaling: of inputs, before anything is rounded.
+      smoothing: `SmoothQuantConfig`'s, where that is how inputs are scaled.
       act_order: rounds the rows with the largest inputs first. Blocks then take their scales from the weights as they
         were, so that rows keep their places.
       static_groups: whether blocks take their scales from the weights as they were also without act_order, and not from
@@ -337,6 +347,7 @@ class GPTQConfig:
     calibration: CalibrationConfig
     clip: Clip = Clip.NONE
     scaling: Scaling = Scaling.NONE
+    smoothing: float = SMOOTHING
     act_order: bool = False
     static_groups: bool = False
     damping: float = 0.01
@@ -348,6 +359,7 @@ class GPTQConfig:
             raise ValueError(f"sweeps is {self.sweeps}; expected 0 or more")
         if not 0 < self.damping < 1:
             raise ValueError(f"damping is {self.damping}; expected a number between 0 and 1, such as 0.01")
+        _check_smoothing(self.smoothing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -368,7 +380,30 @@ class AWQConfig:
     strict: bool = False
 
 
-CalibratedMethod = GPTQConfig | AWQConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmoothQuantConfig:
+    """SmoothQuant (see `quantize.methods.smoothquant`): inputs are scaled, then weights rounded to nearest.
+
+    Attributes:
+      calibration: what it learns from.
+      clip: how scales are chosen; squared errors count by the mean square of their input.
+      smoothing: from 0 to 1, how much of the inputs' unevenness goes into the weights.
+      strict: whether a linear layer whose inputs cannot be scaled is an error, and not just reported.
+    """
+
+    NAME: ClassVar[str] = "smoothquant"
+    scaling: ClassVar[Scaling] = Scaling.SMOOTHQUANT
+
+    calibration: CalibrationConfig
+    clip: Clip = Clip.NONE
+    smoothing: float = SMOOTHING
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        _check_smoothing(self.smoothing)
+
+
+CalibratedMethod = GPTQConfig | AWQConfig | SmoothQuantConfig
 MethodConfig = RTNConfig | CalibratedMethod
 ROUND_TO_NEAREST = RTNConfig()
 

@@ -6,6 +6,7 @@ from absl import flags
 
 from jetserve.config import (
     EXPORT_FORMATS,
+    SMOOTHING,
     AWQConfig,
     CalibrationConfig,
     Clip,
@@ -15,11 +16,12 @@ from jetserve.config import (
     ModelSource,
     RTNConfig,
     Scaling,
+    SmoothQuantConfig,
 )
 from jetserve.default_model import default_cache_dir
 from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize_type
 
-METHODS = (RTNConfig.NAME, GPTQConfig.NAME, AWQConfig.NAME)
+METHODS = (RTNConfig.NAME, GPTQConfig.NAME, AWQConfig.NAME, SmoothQuantConfig.NAME)
 NATIVE_FORMAT = "jetserve"
 CALIBRATION_FLAGS = ("calibration_file", "calibration_samples", "calibration_length", "strict")
 GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "gptq_sweeps", "scale_inputs")
@@ -58,26 +60,27 @@ def define_method() -> None:
         "rtn",
         METHODS,
         "How linear layers are rounded. rtn: to nearest. gptq: so that what a layer computes of calibration text"
-        " changes little; takes minutes. awq: to nearest, with inputs scaled before so that less changes.",
+        " changes little; takes minutes. awq: to nearest, with inputs scaled before so that less changes."
+        " smoothquant: to nearest, with inputs evened out before, for --quantize_activation.",
     )
     define(
         flags.DEFINE_string,
         "calibration_file",
         None,
-        "gptq and awq: plain text, or JSONL with a text, prompt or messages.",
+        "All but rtn: plain text, or JSONL with a text, prompt or messages.",
     )
     define(
         flags.DEFINE_integer,
         "calibration_samples",
         None,
-        "gptq and awq: windows of the text (unset: up to 128, as many as there are).",
+        "All but rtn: windows of the text (unset: up to 128, as many as there are).",
         lower_bound=1,
     )
     define(
         flags.DEFINE_integer,
         "calibration_length",
         None,
-        "gptq and awq: tokens a window (unset: 2048, or what the model was made for if that is less).",
+        "All but rtn: tokens a window (unset: 2048, or what the model was made for if that is less).",
         lower_bound=1,
     )
     define(
@@ -86,7 +89,13 @@ def define_method() -> None:
         Scaling.NONE.value,
         [scaling.value for scaling in Scaling],
         "gptq: how inputs of linear layers are scaled before, by scales that are taken out of what comes before them."
-        " awq: so that rounding to nearest would change least.",
+        " awq: so that rounding to nearest would change least. smoothquant: so that they are even.",
+    )
+    define(
+        flags.DEFINE_float,
+        "smoothing",
+        None,
+        "smoothquant: how much of the unevenness of inputs goes into the weights, from 0 to 1 (unset: 0.5).",
     )
     define(flags.DEFINE_bool, "gptq_act_order", False, "gptq: round the rows with the largest inputs first.")
     define(
@@ -121,7 +130,7 @@ def define_method() -> None:
         flags.DEFINE_bool,
         "strict",
         False,
-        "gptq and awq: a weight that cannot be done, or scaled, is an error, and not just rounded and reported.",
+        "All but rtn: a weight that cannot be done, or scaled, is an error, and not just rounded and reported.",
     )
 
 
@@ -148,8 +157,11 @@ def convert_config() -> ConvertConfig:
 def method_config() -> MethodConfig:
     """From `define_method`."""
     method = FLAGS.quantize_method
+    smoothing = SMOOTHING if FLAGS.smoothing is None else FLAGS.smoothing
+    if SmoothQuantConfig.NAME not in (method, FLAGS.scale_inputs):
+        _refuse(("smoothing",), SmoothQuantConfig.NAME)
     if method == RTNConfig.NAME:
-        _refuse(CALIBRATION_FLAGS, "gptq or awq")
+        _refuse(CALIBRATION_FLAGS, "gptq, awq or smoothquant")
         _refuse(GPTQ_FLAGS, "gptq")
         return RTNConfig(clip=Clip(FLAGS.clip))
     if FLAGS.calibration_file is None:
@@ -157,15 +169,21 @@ def method_config() -> MethodConfig:
     calibration = CalibrationConfig(
         file=path_of(FLAGS.calibration_file), samples=FLAGS.calibration_samples, length=FLAGS.calibration_length
     )
+    if method != GPTQConfig.NAME:
+        _refuse(GPTQ_FLAGS, GPTQConfig.NAME)
     if method == AWQConfig.NAME:
-        _refuse(GPTQ_FLAGS, "gptq")
         return AWQConfig(calibration=calibration, clip=Clip(FLAGS.clip), strict=FLAGS.strict)
+    if method == SmoothQuantConfig.NAME:
+        return SmoothQuantConfig(
+            calibration=calibration, clip=Clip(FLAGS.clip), smoothing=smoothing, strict=FLAGS.strict
+        )
     if FLAGS.gptq_act_order and FLAGS.gptq_static_groups is False:
         raise ValueError("--gptq_static_groups=False contradicts --gptq_act_order; drop one of the two")
     return GPTQConfig(
         calibration=calibration,
         clip=Clip(FLAGS.clip),
         scaling=Scaling(FLAGS.scale_inputs),
+        smoothing=smoothing,
         act_order=FLAGS.gptq_act_order,
         static_groups=bool(FLAGS.gptq_static_groups),
         damping=GPTQConfig.damping if FLAGS.gptq_damping is None else FLAGS.gptq_damping,

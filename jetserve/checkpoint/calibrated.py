@@ -151,7 +151,7 @@ def _layer(
     if work.config.scaling is not Scaling.NONE and len(done) < len(parameters):
         for parameter in parameters:
             _give(parameter, work.reader.read(parameter.source).T)
-        reader, remarks = scale_layer(layer, parameters, calibration, work.reader, work.targets, work.config.NAME)
+        reader, remarks = scale_layer(layer, parameters, calibration, work.reader, work.targets, work.config)
         work = dataclasses.replace(work, reader=reader, remarks=remarks)
     yield from _plainly([p for p in parameters if p not in by_method], work, finished)
     for parameter in by_method:

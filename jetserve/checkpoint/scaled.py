@@ -13,15 +13,16 @@ from flax import nnx
 
 from jetserve.checkpoint.base import CheckpointReader
 from jetserve.checkpoint.parts import Replaced
+from jetserve.config import AWQConfig, CalibratedMethod, Scaling
 from jetserve.models.base import Parameter
 from jetserve.quantize.calibrate import Calibration, linears
-from jetserve.quantize.folding import folds
-from jetserve.quantize.methods import awq
+from jetserve.quantize.folding import Fold, folds
+from jetserve.quantize.methods import awq, smoothquant
 from jetserve.quantize.recipe import Action, Target
 
 NOTHING_BEFORE = "not scaled: nothing before it can take the scales"
 CARRIED_OVER = "not scaled: a weight beside or before it is carried over as the source quantized it"
-NOT_FINITE = "not scaled: the second moment of its inputs is not finite"
+NOT_FINITE = "not scaled: some of its inputs are not finite, or too large to be squared"
 
 
 def scale_layer(
@@ -30,9 +31,9 @@ def scale_layer(
     calibration: Calibration,
     reader: CheckpointReader,
     targets: Mapping[str, Target],
-    method: str,
+    config: CalibratedMethod,
 ) -> tuple[CheckpointReader, dict[str, str]]:
-    """Gives a layer the scales that rounding to nearest is best with.
+    """Scales the inputs of a layer's linear layers.
 
     Args:
       layer: with the floats of its source.
@@ -40,7 +41,7 @@ def scale_layer(
       calibration: with the states before it.
       reader: the source.
       targets: what becomes of the parameters, by their paths.
-      method: that is to round what is scaled.
+      config: of the method that is to round what is scaled, and tells how to scale.
 
     Returns:
       The source with the layer's floats as they are now, and why weights that the method is to round are not scaled, by
@@ -53,43 +54,73 @@ def scale_layer(
         for number, stage in enumerate(calibration.stages(layer))
         for path in stage
     }
-    reasons = {p.path: NOTHING_BEFORE for p in parameters if targets[p.path].method == method}
+    reasons = {p.path: NOTHING_BEFORE for p in parameters if targets[p.path].method == config.NAME}
     found = []
     for fold in folds(layer):
         takers = [of[id(consumer.weight)] for consumer in fold.consumers]
         found.append((fold, [p for p in takers if p.path in reasons and p.path in stage_of]))
     needed = sorted({stage_of[p.path] for _, takers in found for p in takers})
-    moments = {number: calibration.second_moment(layer, number) for number in needed}
+    measure = calibration.second_moment if config.scaling is Scaling.AWQ else calibration.largest
+    measured = {number: measure(layer, number) for number in needed}
     calibration.begin_again()
     chosen = []
     for fold, takers in found:
-        parts = [_part(p, moments[stage_of[p.path]], targets[p.path]) for p in takers]
-        hindrance = _hindrance([of[id(variable)] for variable in fold.variables], parts, reader, targets)
-        reasons.update({p.path: hindrance for p in takers} if hindrance else {})
-        if parts and hindrance is None:
-            chosen.append((fold, awq.search(parts, fold.channels, by_expert=fold.of_experts)))
-            for p in takers:
+        statistics = [measured[stage_of[p.path]] for p in takers]
+        hindrance = _hindrance([of[id(variable)] for variable in fold.variables], statistics, reader, targets)
+        for p in takers:
+            if hindrance is None:
                 del reasons[p.path]
+            else:
+                reasons[p.path] = hindrance
+        if takers and hindrance is None:
+            chosen.append((fold, _scales(fold, takers, statistics, targets, config)))
     for fold, scales in chosen:
         fold.apply(scales)
     changed = [of[id(variable)] for fold, _ in chosen for variable in fold.variables]
     return Replaced(reader, {p.source: _as_read(p) for p in changed}), reasons
 
 
-def _part(parameter: Parameter, hessian: jax.Array, target: Target) -> awq.Part:
-    w = parameter.variable.get_value()
-    assert target.config is not None
-    hessians = hessian.reshape(-1, *hessian.shape[-2:])
-    return awq.Part(w=w.reshape(len(hessians), *w.shape[-2:]), hessian=hessians, config=target.config)
-
-
 def _hindrance(
-    members: Sequence[Parameter], parts: Sequence[awq.Part], reader: CheckpointReader, targets: Mapping[str, Target]
+    members: Sequence[Parameter],
+    statistics: Sequence[jax.Array],
+    reader: CheckpointReader,
+    targets: Mapping[str, Target],
 ) -> str | None:
-    """Why those that a fold would change must stay as they are."""
+    """Why the parameters that a fold would change must stay as they are."""
     if any(targets[p.path].action is Action.KEEP and reader.quantized_bits(p.source) is not None for p in members):
         return CARRIED_OVER
-    return None if all(bool(jnp.all(jnp.isfinite(part.hessian))) for part in parts) else NOT_FINITE
+    return None if all(bool(jnp.all(jnp.isfinite(statistic))) for statistic in statistics) else NOT_FINITE
+
+
+def _scales(
+    fold: Fold,
+    takers: Sequence[Parameter],
+    statistics: Sequence[jax.Array],
+    targets: Mapping[str, Target],
+    config: CalibratedMethod,
+) -> jax.Array:
+    """By the method of `config`, from the statistic of every taker's inputs that it wants."""
+    if config.scaling is Scaling.AWQ:
+        searched = []
+        for p, hessian in zip(takers, statistics, strict=True):
+            quantization = targets[p.path].config
+            assert quantization is not None
+            searched.append(
+                awq.Part(w=_experts(p), hessian=hessian.reshape(-1, *hessian.shape[-2:]), config=quantization)
+            )
+        return awq.search(searched, fold.channels, by_expert=fold.of_experts)
+    assert not isinstance(config, AWQConfig)
+    parts = [
+        smoothquant.Part(w=_experts(p), largest=largest.reshape(-1, largest.shape[-1]))
+        for p, largest in zip(takers, statistics, strict=True)
+    ]
+    return smoothquant.scales(parts, fold.channels, config.smoothing, by_expert=fold.of_experts)
+
+
+def _experts(parameter: Parameter) -> jax.Array:
+    """[E, K, N], E being 1 where there are none."""
+    w = parameter.variable.get_value()
+    return w.reshape(-1, *w.shape[-2:])
 
 
 def _as_read(parameter: Parameter) -> np.ndarray:

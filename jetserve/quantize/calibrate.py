@@ -8,7 +8,7 @@ Letters: S windows of L tokens each; D embed, K contracted.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ GRAM_BLOCK = 256
 
 Stage = tuple[str, ...]
 """The paths within a layer of linear layers that take the same input, such as ("attention.q", "attention.k")."""
+Statistic = Callable[[jax.Array], jax.Array]
+"""Of rows [T, K]; rows of zeros change nothing."""
 Outputs = tuple[jax.Array | np.ndarray, ...]
 """What the linear layers of a stage make of a batch."""
 
@@ -100,16 +102,24 @@ class Calibration:
         Of experts it is [E, K, K], each one's sum over the tokens that were sent to it.
         To be asked for by rising stages, each when the weights of those before it are what they are to stay.
         """
+        tokens = sum(states.shape[0] for states in self._states)
+        return functools.reduce(jnp.add, self._measured(layer, stage, _gram)) / tokens
+
+    def largest(self, layer: nnx.Module, stage: int) -> jax.Array:
+        """The largest absolute value of each input of the linear layers of a stage, float32 [K]; of experts [E, K].
+
+        To be asked for as `second_moment` is.
+        """
+        return functools.reduce(jnp.maximum, self._measured(layer, stage, _largest))
+
+    def _measured(self, layer: nnx.Module, stage: int, statistic: Statistic) -> Iterator[jax.Array]:
+        """A statistic of the inputs of a stage, batch after batch."""
         graph, state = nnx.split(layer)
-        total, tokens = None, 0
         for i, args in enumerate(self._arguments()):
-            part, outputs = _second_moment(graph, select.selection(), stage, state, args, self._kept[i])
-            total = part if total is None else total + part
-            tokens += args[0].shape[0]
+            part, outputs = _statistic(graph, select.selection(), stage, statistic, state, args, self._kept[i])
             if self._has_room:
                 self._kept[i] += tuple(jax.tree.map(np.asarray, outputs))
-        assert total is not None
-        return total / tokens
+            yield part
 
     def begin_again(self) -> None:
         """Before the first stage, with other weights than those that a layer's stages were run with."""
@@ -158,30 +168,36 @@ def _meetings(layer: nnx.Module, args: tuple, kept: tuple[Outputs, ...]) -> tupl
         return layer(*args)[0], found
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _second_moment(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _statistic(
     graph: nnx.GraphDef,
     selection: select.Selection,
     stage: int,
+    statistic: Statistic,
     state: nnx.State,
     args: tuple,
     kept: tuple[Outputs, ...],
 ) -> tuple[jax.Array, list[Outputs]]:
-    """The sum over the batch's tokens, and the outputs of all stages before that were not kept.
+    """The statistic of the batch's tokens, and the outputs of all stages before that were not kept.
 
     What the layer computes after the stage is not compiled.
     """
     meetings = _meetings(nnx.merge(graph, state), args, kept)[1]
     rows = meetings[stage].x.reshape(-1, meetings[stage].x.shape[-1]).astype(jnp.float32)
     sizes = meetings[stage].group_sizes
-    moment = _gram(rows) if sizes is None else _gram_by_expert(rows, sizes)
-    return moment, [m.outputs for m in meetings[len(kept) : stage]]
+    found = statistic(rows) if sizes is None else _by_expert(statistic, rows, sizes)
+    return found, [m.outputs for m in meetings[len(kept) : stage]]
 
 
-def _gram_by_expert(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """[E, K, K] of rows that are sorted by expert."""
+def _by_expert(statistic: Statistic, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """[E, ...] of rows that are sorted by expert; the rows of others are zeros."""
     expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
-    return jax.lax.map(lambda e: _gram(jnp.where(expert[:, None] == e, x, 0.0)), jnp.arange(group_sizes.size))
+    return jax.lax.map(lambda e: statistic(jnp.where(expert[:, None] == e, x, 0.0)), jnp.arange(group_sizes.size))
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    """[T, K] -> [K]."""
+    return jnp.max(jnp.abs(x), axis=0)
 
 
 def _gram(x: jax.Array) -> jax.Array:

@@ -9,12 +9,13 @@ from tiny_models import FIRST, VOCABULARY, make
 
 from jetserve.checkpoint import calibrated
 from jetserve.checkpoint.source import make_weight
-from jetserve.config import AWQConfig, CalibrationConfig, GPTQConfig
+from jetserve.config import AWQConfig, CalibrationConfig, GPTQConfig, SmoothQuantConfig
 from jetserve.conversion_plan import make_conversion_plan
 from jetserve.models.base import Role
 from jetserve.quantize.qarray import dequantize
 
 METHOD = GPTQConfig(calibration=CalibrationConfig(texts=("made below",)))
+AWQ = AWQConfig(calibration=METHOD.calibration)
 
 
 @pytest.mark.slow
@@ -37,14 +38,19 @@ def test_every_linear_layer_is_done_or_told(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "unscaled"),
-    [("llama-plain", ()), ("mixtral-plain", ()), ("bloom-plain", ("mlp.down",)), ("gemma-plain", ())],
+    ("name", "method", "unscaled"),
+    [
+        ("llama-plain", AWQ, ()),
+        ("mixtral-plain", AWQ, ()),
+        ("bloom-plain", AWQ, ("mlp.down",)),
+        ("gemma-plain", AWQ, ()),
+        ("mixtral-plain", SmoothQuantConfig(calibration=METHOD.calibration), ()),
+    ],
 )
 def test_what_is_scaled_is_as_near_and_what_is_not_is_told(
-    name: str, unscaled: tuple[str, ...], tmp_path: Path
+    name: str, method: AWQConfig | SmoothQuantConfig, unscaled: tuple[str, ...], tmp_path: Path
 ) -> None:
     make(name, tmp_path / "hf")
-    method = AWQConfig(calibration=METHOD.calibration)
     plan = make_conversion_plan(tmp_path / "hf", quantize_type="int8_per_channel", method=method)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 40)).astype(np.int32)
     work = calibrated.Work(reader=plan.reader, parameters=plan.parameters, targets=plan.targets, config=method)
