@@ -403,6 +403,23 @@ class SmoothQuantConfig:
         _check_smoothing(self.smoothing)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoConfig:
+    """The type of every linear layer chosen by what it would lose, within a size.
+
+    `target_bits`: of the linear layers, a weight, scales and zero points among them. `method`: what all are rounded by.
+    """
+
+    NAME: ClassVar[str] = "auto"
+
+    target_bits: float
+    method: GPTQConfig
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target_bits < math.inf:
+            raise ValueError(f"target bits is {self.target_bits}; expected bits a weight, such as 4.25")
+
+
 CalibratedMethod = GPTQConfig | AWQConfig | SmoothQuantConfig
 MethodConfig = RTNConfig | CalibratedMethod
 ROUND_TO_NEAREST = RTNConfig()
@@ -419,7 +436,7 @@ class ConvertConfig:
     source: ModelSource
     output: Path | None
     output_format: str | None = None
-    method: MethodConfig = ROUND_TO_NEAREST
+    method: MethodConfig | AutoConfig = ROUND_TO_NEAREST
 
     def __post_init__(self) -> None:
         if self.output_format not in (None, *EXPORT_FORMATS):

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jetserve import default_model
+from jetserve import auto, default_model
 from jetserve.checkpoint import calibrated, hub
 from jetserve.checkpoint.huggingface_writer import ExportFormat, HuggingFaceWriter
 from jetserve.checkpoint.load import Progress
 from jetserve.checkpoint.manifest import MANIFEST, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
 from jetserve.checkpoint.source import HostWeight, make_weight
-from jetserve.config import ROUND_TO_NEAREST, ConvertConfig, MethodConfig, RTNConfig
+from jetserve.config import ROUND_TO_NEAREST, AutoConfig, ConvertConfig, MethodConfig, RTNConfig
 from jetserve.conversion_plan import ConversionPlan, drawn, make_conversion_plan, type_table
 from jetserve.models.base import Parameter
 from jetserve.quantize.qarray import QArray
@@ -254,12 +254,17 @@ def run(config: ConvertConfig) -> int:
         "symmetric": wanted.symmetric,
         "rules": None if wanted.quantize_recipe is None else read_rules(wanted.quantize_recipe),
     }
+    method = config.method
+    if isinstance(method, AutoConfig):
+        rules = auto.choose(source, method, progress=functools.partial(tqdm, desc="Measuring", unit="tensor"))
+        settings |= {"quantize_type": auto.OTHERS, "rules": rules}
+        method = method.method
     if config.output is None:
-        print(make_conversion_plan(source, **settings, method=config.method).as_text())
+        print(make_conversion_plan(source, **settings, method=method).as_text())
     elif config.output_format is not None:
-        export(source, config.output, config.output_format, **settings, method=config.method)
+        export(source, config.output, config.output_format, **settings, method=method)
     else:
-        print(convert(source, config.output, **settings, method=config.method).as_text())
+        print(convert(source, config.output, **settings, method=method).as_text())
     return 0
 
 

@@ -7,6 +7,7 @@ from absl import flags
 from jetserve.config import (
     EXPORT_FORMATS,
     SMOOTHING,
+    AutoConfig,
     AWQConfig,
     CalibrationConfig,
     Clip,
@@ -21,7 +22,8 @@ from jetserve.config import (
 from jetserve.default_model import default_cache_dir
 from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize_type
 
-METHODS = (RTNConfig.NAME, GPTQConfig.NAME, AWQConfig.NAME, SmoothQuantConfig.NAME)
+METHODS = (RTNConfig.NAME, GPTQConfig.NAME, AWQConfig.NAME, SmoothQuantConfig.NAME, AutoConfig.NAME)
+AUTO_SWEEPS = 4
 NATIVE_FORMAT = "jetserve"
 CALIBRATION_FLAGS = ("calibration_file", "calibration_samples", "calibration_length", "strict")
 GPTQ_FLAGS = ("gptq_act_order", "gptq_static_groups", "gptq_damping", "gptq_sweeps", "scale_inputs")
@@ -61,7 +63,14 @@ def define_method() -> None:
         METHODS,
         "How linear layers are rounded. rtn: to nearest. gptq: so that what a layer computes of calibration text"
         " changes little; takes minutes. awq: to nearest, with inputs scaled before so that less changes."
-        " smoothquant: to nearest, with inputs evened out before, for --quantize_activation.",
+        " smoothquant: to nearest, with inputs evened out before, for --quantize_activation."
+        " auto: by gptq and all that makes it better, each layer to the type that --target_bits is best spent with.",
+    )
+    define(
+        flags.DEFINE_float,
+        "target_bits",
+        None,
+        "auto: bits a weight of the linear layers, scales and zero points among them.",
     )
     define(
         flags.DEFINE_string,
@@ -154,14 +163,16 @@ def convert_config() -> ConvertConfig:
     )
 
 
-def method_config() -> MethodConfig:
+def method_config() -> MethodConfig | AutoConfig:
     """From `define_method`."""
     method = FLAGS.quantize_method
+    if method != AutoConfig.NAME:
+        _refuse(("target_bits",), AutoConfig.NAME)
     smoothing = SMOOTHING if FLAGS.smoothing is None else FLAGS.smoothing
     if SmoothQuantConfig.NAME not in (method, FLAGS.scale_inputs):
         _refuse(("smoothing",), SmoothQuantConfig.NAME)
     if method == RTNConfig.NAME:
-        _refuse(CALIBRATION_FLAGS, "gptq, awq or smoothquant")
+        _refuse(CALIBRATION_FLAGS, "gptq, awq, smoothquant or auto")
         _refuse(GPTQ_FLAGS, "gptq")
         return RTNConfig(clip=Clip(FLAGS.clip))
     if FLAGS.calibration_file is None:
@@ -171,6 +182,8 @@ def method_config() -> MethodConfig:
     )
     if method != GPTQConfig.NAME:
         _refuse(GPTQ_FLAGS, GPTQConfig.NAME)
+    if method == AutoConfig.NAME:
+        return _auto_config(calibration)
     if method == AWQConfig.NAME:
         return AWQConfig(calibration=calibration, clip=Clip(FLAGS.clip), strict=FLAGS.strict)
     if method == SmoothQuantConfig.NAME:
@@ -190,6 +203,18 @@ def method_config() -> MethodConfig:
         sweeps=FLAGS.gptq_sweeps,
         strict=FLAGS.strict,
     )
+
+
+def _auto_config(calibration: CalibrationConfig) -> AutoConfig:
+    for name in ("quantize_weights", "quantize_type", "block_size", "symmetric", "quantize_recipe", "clip"):
+        if FLAGS[name].present:
+            raise ValueError(f"--{name} contradicts --quantize_method=auto, which chooses it; drop one of the two")
+    if FLAGS.target_bits is None:
+        raise ValueError(
+            "--target_bits is not set; --quantize_method=auto takes the bits a weight may have, such as 4.25"
+        )
+    method = GPTQConfig(calibration=calibration, clip=Clip.MSE, act_order=True, sweeps=AUTO_SWEEPS, strict=FLAGS.strict)
+    return AutoConfig(target_bits=FLAGS.target_bits, method=method)
 
 
 def _refuse(names: tuple[str, ...], methods: str) -> None:

@@ -62,6 +62,10 @@ def test_every_flag_is_in_the_docs() -> None:
             ],
             ["--scale_inputs belongs to --quantize_method=gptq, but the method is awq"],
         ),
+        (
+            ["convert_checkpoints.py", "--dry_run", "--quantize_method=auto", "--calibration_file=x"],
+            ["--target_bits is not set"],
+        ),
         (["convert_checkpoints.py", "--dry_run", "--quantize_recipe=/no/such.yaml"], ["/no/such.yaml"]),
         (["-m", "jetserve.evaluate"], ["neither text_file nor tasks"]),
         (["-m", "jetserve.evaluate", "--tasks=a", "--plot=p.png"], ["--plot takes a --text_file"]),

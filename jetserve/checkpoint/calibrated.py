@@ -123,13 +123,13 @@ def weights(
     outside = by_layer.pop(None, [])
     yield from _plainly(outside, work, finished)
     calibration = Calibration(model, tokens)
-    _forget(p for p in outside if p.axes is not None)
+    forget(p for p in outside if p.axes is not None)
     for number, layer in enumerate(calibration.layers):
         yield from _layer(layer, by_layer[number], calibration, work, finished)
         keep()
         if number + 1 < len(calibration.layers):
             calibration.advance(layer)
-        _forget(by_layer[number])
+        forget(by_layer[number])
 
 
 def _plainly(parameters: Sequence[Parameter], work: Work, finished: Finished) -> Iterator[Made]:
@@ -140,7 +140,7 @@ def _plainly(parameters: Sequence[Parameter], work: Work, finished: Finished) ->
             weight = work.to_nearest(parameter)
             found = weight.array
             yield parameter, weight
-        _give(parameter, found)
+        give(parameter, found)
 
 
 def _layer(
@@ -150,12 +150,12 @@ def _layer(
     done = {p.path: array for p in parameters if (array := finished(p.source)) is not None}
     if work.config.scaling is not Scaling.NONE and len(done) < len(parameters):
         for parameter in parameters:
-            _give(parameter, work.reader.read(parameter.source).T)
+            give(parameter, work.reader.read(parameter.source).T)
         reader, remarks = scale_layer(layer, parameters, calibration, work.reader, work.targets, work.config)
         work = dataclasses.replace(work, reader=reader, remarks=remarks)
     yield from _plainly([p for p in parameters if p not in by_method], work, finished)
     for parameter in by_method:
-        _give(parameter, done.get(parameter.path, work.reader.read(parameter.source).T))
+        give(parameter, done.get(parameter.path, work.reader.read(parameter.source).T))
     modules, stages = linears(layer), calibration.stages(layer)
     by_variable = {id(p.variable): p for p in parameters}
     groups = [[by_variable[id(modules[path].weight)] for path in stage] for stage in stages]
@@ -164,7 +164,7 @@ def _layer(
     for parameter in by_method:
         if parameter.path in left - met:
             weight = _fall_back(parameter, NEVER_MET, work)
-            _give(parameter, weight.array)
+            give(parameter, weight.array)
             yield parameter, weight
     for number, group in enumerate(groups):
         todo = [p for p in group if p.path in left]
@@ -180,7 +180,7 @@ def _group(parameters: Sequence[Parameter], hessian: jax.Array, work: Work) -> I
     for parameter in parameters:
         with jax.default_matmul_precision(PRECISION):
             weight = _rounded(parameter, hessians, prepared, work)
-        _give(parameter, weight.array)
+        give(parameter, weight.array)
         yield parameter, weight
 
 
@@ -263,13 +263,13 @@ def _relative_error(w: jax.Array, rounded: QArray) -> jax.Array:
     return jnp.linalg.norm(dequantize(rounded) - w) / jnp.maximum(jnp.linalg.norm(w), 1e-30)
 
 
-def _give(parameter: Parameter, array: QArray | np.ndarray) -> None:
+def give(parameter: Parameter, array: QArray | np.ndarray) -> None:
     """Gives the model a weight in float32, for the layers before and after it to be run."""
     w = dequantize(array) if isinstance(array, QArray) else jnp.asarray(np.asarray(array, np.float32))
     experts = None if parameter.axes is None else parameter.axes.experts
     parameter.variable.set_value(w if experts is None else by_expert(w, experts))
 
 
-def _forget(parameters: Iterator[Parameter] | Sequence[Parameter]) -> None:
+def forget(parameters: Iterator[Parameter] | Sequence[Parameter]) -> None:
     for parameter in parameters:
         parameter.variable.set_value(jax.ShapeDtypeStruct(parameter.variable.get_value().shape, jnp.float32))
