@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jetserve.checkpoint import calibrated, measured
 from jetserve.checkpoint.load import Progress
-from jetserve.config import AutoConfig
 from jetserve.conversion_plan import make_conversion_plan
+from jetserve.method_config import AutoConfig
 from jetserve.models.base import Role
 from jetserve.quantize import budget
 from jetserve.quantize.budget import Form

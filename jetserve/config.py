@@ -8,12 +8,8 @@ import enum
 import math
 import re
 from pathlib import Path
-from typing import ClassVar
 
-
-def _positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected an integer of 1 or more")
+from jetserve.method_config import ROUND_TO_NEAREST, AutoConfig, MethodConfig, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,10 +21,10 @@ class MeshConfig:
     expert: int = 1
 
     def __post_init__(self) -> None:
-        _positive("data", self.data)
-        _positive("expert", self.expert)
+        check_positive("data", self.data)
+        check_positive("expert", self.expert)
         if self.tensor is not None:
-            _positive("tensor", self.tensor)
+            check_positive("tensor", self.tensor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +41,9 @@ class CacheConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _positive("page_size", self.page_size)
+        check_positive("page_size", self.page_size)
         if self.num_pages is not None:
-            _positive("num_pages", self.num_pages)
+            check_positive("num_pages", self.num_pages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +65,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_length", "max_step_tokens", "max_queue"):
-            _positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}; expected float32 or bfloat16")
         if self.max_step_tokens < self.max_sequences:
@@ -263,166 +259,9 @@ class ServerConfig:
                 )
         if not 0 <= self.drain_seconds < math.inf:
             raise ValueError(f"drain_seconds is {self.drain_seconds}; expected a finite number, 0 or more")
-        _positive("max_message_bytes", self.max_message_bytes)
+        check_positive("max_message_bytes", self.max_message_bytes)
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together; expected both or none")
-
-
-class Clip(enum.Enum):
-    """How the scale of a group of weights is chosen: to span their range, or for the least squared error."""
-
-    NONE = "none"
-    MSE = "mse"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RTNConfig:
-    """Rounding to nearest, each weight for itself."""
-
-    NAME: ClassVar[str] = "rtn"
-
-    clip: Clip = Clip.NONE
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrationConfig:
-    """The text that a method learns from what the inputs of weights are like.
-
-    Attributes:
-      file: plain text, or JSONL with a "text", a "prompt" or "messages" a line.
-      texts: in place of a file.
-      samples: windows, spread evenly over the text. None is as many as there are, up to 128.
-      length: tokens of each. None is 2048, or what the model was made for if that is less.
-    """
-
-    file: Path | None = None
-    texts: tuple[str, ...] = ()
-    samples: int | None = None
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.file is None) == (not self.texts):
-            raise ValueError("expected either a calibration file or texts")
-        for name, value in (("samples", self.samples), ("length", self.length)):
-            if value is not None:
-                _positive(f"calibration {name}", value)
-
-
-class Scaling(enum.Enum):
-    """How the inputs of linear layers are scaled, by scales that are taken out of what comes before them."""
-
-    NONE = "none"
-    AWQ = "awq"
-    SMOOTHQUANT = "smoothquant"
-
-
-SMOOTHING = 0.5
-
-
-def _check_smoothing(smoothing: float) -> None:
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"smoothing is {smoothing}; expected a number from 0 to 1, such as {SMOOTHING}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTQConfig:
-    """GPTQ (see `quantize.methods.gptq`).
-
-    Attributes:
-      calibration: what it learns from.
-      clip: how scales are chosen; squared errors count by the mean square of their input.
-      scaling: of inputs, before anything is rounded.
-      smoothing: `SmoothQuantConfig`'s, where that is how inputs are scaled.
-      act_order: rounds the rows with the largest inputs first. Blocks then take their scales from the weights as they
-        were, so that rows keep their places.
-      static_groups: whether blocks take their scales from the weights as they were also without act_order, and not from
-        the weights as they are once all earlier blocks are rounded.
-      damping: added to the diagonal of the inputs' second moment, in units of its mean.
-      sweeps: how often scales and integers are gone over again once all are there (see `quantize.refinement`).
-      strict: whether a weight that it cannot do is an error, and not rounded to nearest and reported.
-    """
-
-    NAME: ClassVar[str] = "gptq"
-
-    calibration: CalibrationConfig
-    clip: Clip = Clip.NONE
-    scaling: Scaling = Scaling.NONE
-    smoothing: float = SMOOTHING
-    act_order: bool = False
-    static_groups: bool = False
-    damping: float = 0.01
-    sweeps: int = 0
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sweeps < 0:
-            raise ValueError(f"sweeps is {self.sweeps}; expected 0 or more")
-        if not 0 < self.damping < 1:
-            raise ValueError(f"damping is {self.damping}; expected a number between 0 and 1, such as 0.01")
-        _check_smoothing(self.smoothing)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AWQConfig:
-    """AWQ (see `quantize.methods.awq`): inputs are scaled, then weights rounded to nearest.
-
-    Attributes:
-      calibration: what it learns from.
-      clip: how scales are chosen; squared errors count by the mean square of their input.
-      strict: whether a linear layer whose inputs cannot be scaled is an error, and not just reported.
-    """
-
-    NAME: ClassVar[str] = "awq"
-    scaling: ClassVar[Scaling] = Scaling.AWQ
-
-    calibration: CalibrationConfig
-    clip: Clip = Clip.NONE
-    strict: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SmoothQuantConfig:
-    """SmoothQuant (see `quantize.methods.smoothquant`): inputs are scaled, then weights rounded to nearest.
-
-    Attributes:
-      calibration: what it learns from.
-      clip: how scales are chosen; squared errors count by the mean square of their input.
-      smoothing: from 0 to 1, how much of the inputs' unevenness goes into the weights.
-      strict: whether a linear layer whose inputs cannot be scaled is an error, and not just reported.
-    """
-
-    NAME: ClassVar[str] = "smoothquant"
-    scaling: ClassVar[Scaling] = Scaling.SMOOTHQUANT
-
-    calibration: CalibrationConfig
-    clip: Clip = Clip.NONE
-    smoothing: float = SMOOTHING
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        _check_smoothing(self.smoothing)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AutoConfig:
-    """The type of every linear layer chosen by what it would lose, within a size.
-
-    `target_bits`: of the linear layers, a weight, scales and zero points among them. `method`: what all are rounded by.
-    """
-
-    NAME: ClassVar[str] = "auto"
-
-    target_bits: float
-    method: GPTQConfig
-
-    def __post_init__(self) -> None:
-        if not 0 < self.target_bits < math.inf:
-            raise ValueError(f"target bits is {self.target_bits}; expected bits a weight, such as 4.25")
-
-
-CalibratedMethod = GPTQConfig | AWQConfig | SmoothQuantConfig
-MethodConfig = RTNConfig | CalibratedMethod
-ROUND_TO_NEAREST = RTNConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jetserve.checkpoint.base import CheckpointError, CheckpointReader, SourceKi
 from jetserve.checkpoint.load import check_entries, make_plan, open_model
 from jetserve.checkpoint.native import NativeCheckpoint
 from jetserve.checkpoint.native_reader import NativeReader, can_be_rounded
-from jetserve.config import ROUND_TO_NEAREST, MethodConfig
+from jetserve.method_config import ROUND_TO_NEAREST, MethodConfig
 from jetserve.models.base import Model, Parameter, Role
 from jetserve.quantize.recipe import KEEP, Action, Recipe, Rules, Target
 from jetserve.quantize.report import TensorReport, WeightReport

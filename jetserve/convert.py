@@ -22,8 +22,9 @@ from jetserve.checkpoint.load import Progress
 from jetserve.checkpoint.manifest import MANIFEST, QuantizationEntry, SourceEntry
 from jetserve.checkpoint.native_writer import NativeWriter, check_output
 from jetserve.checkpoint.source import HostWeight, make_weight
-from jetserve.config import ROUND_TO_NEAREST, AutoConfig, ConvertConfig, MethodConfig, RTNConfig
+from jetserve.config import ConvertConfig
 from jetserve.conversion_plan import ConversionPlan, drawn, make_conversion_plan, type_table
+from jetserve.method_config import ROUND_TO_NEAREST, AutoConfig, MethodConfig, RTNConfig
 from jetserve.models.base import Parameter
 from jetserve.quantize.qarray import QArray
 from jetserve.quantize.recipe import KEEP, NONE, Rules

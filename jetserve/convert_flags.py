@@ -4,23 +4,21 @@ from pathlib import Path
 
 from absl import flags
 
-from jetserve.config import (
-    EXPORT_FORMATS,
+from jetserve.config import EXPORT_FORMATS, ConvertConfig, ModelSource
+from jetserve.default_model import default_cache_dir
+from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize_type
+from jetserve.method_config import (
     SMOOTHING,
     AutoConfig,
     AWQConfig,
     CalibrationConfig,
     Clip,
-    ConvertConfig,
     GPTQConfig,
     MethodConfig,
-    ModelSource,
     RTNConfig,
     Scaling,
     SmoothQuantConfig,
 )
-from jetserve.default_model import default_cache_dir
-from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize_type
 
 METHODS = (RTNConfig.NAME, GPTQConfig.NAME, AWQConfig.NAME, SmoothQuantConfig.NAME, AutoConfig.NAME)
 AUTO_SWEEPS = 4

@@ -17,11 +17,12 @@ from typing import Any
 
 from jetserve.checkpoint import hub
 from jetserve.checkpoint.native_writer import check_output
-from jetserve.config import CalibrationConfig, Clip, EngineConfig, GPTQConfig, ModelSource
+from jetserve.config import EngineConfig, ModelSource
 from jetserve.convert import ConversionReport, convert
 from jetserve.default_model import default_cache_dir
 from jetserve.engine.build import build_engine
 from jetserve.engine.engine import Engine
+from jetserve.method_config import CalibrationConfig, Clip, GPTQConfig
 from jetserve.quantize.qarray import QuantizationConfig
 from jetserve.tokenizer import Tokenizer
 

@@ -6,8 +6,9 @@ import pytest
 
 from jetserve import auto
 from jetserve.checkpoint.native import NativeCheckpoint
-from jetserve.config import AutoConfig, CalibrationConfig, ConvertConfig, GPTQConfig, ModelSource
+from jetserve.config import ConvertConfig, ModelSource
 from jetserve.convert import run
+from jetserve.method_config import AutoConfig, CalibrationConfig, GPTQConfig
 from jetserve.quantize.recipe import Rule
 from jetserve.testing import make_tiny_checkpoint
 

@@ -13,20 +13,12 @@ import pytest
 from jetserve.checkpoint.base import CheckpointError
 from jetserve.checkpoint.load import LoadedModel, load_model, open_model
 from jetserve.checkpoint.native import NativeCheckpoint
-from jetserve.config import (
-    AWQConfig,
-    CalibratedMethod,
-    CalibrationConfig,
-    Clip,
-    EngineConfig,
-    GPTQConfig,
-    MeshConfig,
-    Scaling,
-)
+from jetserve.config import EngineConfig, MeshConfig
 from jetserve.convert import convert
 from jetserve.engine.runner import Runner
 from jetserve.evaluate.perplexity import measure
 from jetserve.gptq import GPTQQuantizer, load_quantized_model
+from jetserve.method_config import AWQConfig, CalibratedMethod, CalibrationConfig, Clip, GPTQConfig, Scaling
 from jetserve.parallel.mesh import make_mesh
 from jetserve.quantize.dataset import calibration_windows
 from jetserve.quantize.methods import awq, gptq

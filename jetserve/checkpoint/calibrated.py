@@ -21,7 +21,7 @@ from flax import nnx
 from jetserve.checkpoint.base import CheckpointReader
 from jetserve.checkpoint.scaled import scale_layer
 from jetserve.checkpoint.source import HostWeight, make_weight, quantized_weight
-from jetserve.config import CalibratedMethod, GPTQConfig, MethodConfig, RTNConfig, Scaling
+from jetserve.method_config import CalibratedMethod, GPTQConfig, MethodConfig, RTNConfig, Scaling
 from jetserve.models.base import Model, Parameter
 from jetserve.quantize.calibrate import Calibration, linears
 from jetserve.quantize.dataset import calibration_windows

@@ -13,7 +13,7 @@ import numpy as np
 
 from jetserve.checkpoint.base import CheckpointReader
 from jetserve.checkpoint.calibrated import PRECISION, forget, give
-from jetserve.config import Clip
+from jetserve.method_config import Clip
 from jetserve.models.base import Model, Parameter, Role
 from jetserve.quantize.budget import Form
 from jetserve.quantize.calibrate import Calibration, linears

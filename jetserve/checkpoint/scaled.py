@@ -13,7 +13,7 @@ from flax import nnx
 
 from jetserve.checkpoint.base import CheckpointReader
 from jetserve.checkpoint.parts import Replaced
-from jetserve.config import AWQConfig, CalibratedMethod, Scaling
+from jetserve.method_config import AWQConfig, CalibratedMethod, Scaling
 from jetserve.models.base import Parameter
 from jetserve.quantize.calibrate import Calibration, linears
 from jetserve.quantize.folding import Fold, folds

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jetserve.config import CalibrationConfig
+from jetserve.method_config import CalibrationConfig
 from jetserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

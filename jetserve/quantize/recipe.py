@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Sequence
 
-from jetserve.config import Clip
+from jetserve.method_config import Clip
 from jetserve.models.base import Parameter, Role
 from jetserve.quantize import methods
 from jetserve.quantize.qarray import BLOCK_SIZE_MULTIPLE, QUANTIZE_TYPES, QuantizationConfig

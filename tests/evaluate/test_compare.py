@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from jetserve.config import EngineConfig, EvaluateConfig, MeshConfig, ModelSource, OfflineConfig, TaskSettings
+from jetserve.config import (
+    EngineConfig,
+    EvaluateConfig,
+    MeshConfig,
+    ModelSource,
+    OfflineConfig,
+    TaskSettings,
+)
 from jetserve.default_model import default_cache_dir
 from jetserve.evaluate import compare, perplexity
 from jetserve.evaluate_flags import named

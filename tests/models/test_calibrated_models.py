@@ -9,8 +9,8 @@ from tiny_models import FIRST, VOCABULARY, make
 
 from jetserve.checkpoint import calibrated
 from jetserve.checkpoint.source import make_weight
-from jetserve.config import AWQConfig, CalibrationConfig, GPTQConfig, SmoothQuantConfig
 from jetserve.conversion_plan import make_conversion_plan
+from jetserve.method_config import AWQConfig, CalibrationConfig, GPTQConfig, SmoothQuantConfig
 from jetserve.models.base import Role
 from jetserve.quantize.qarray import dequantize
 

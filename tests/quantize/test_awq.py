@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetserve.config import Clip
+from jetserve.method_config import Clip
 from jetserve.quantize.methods import awq
 from jetserve.quantize.qarray import QuantizationConfig, dequantize, quantize
 

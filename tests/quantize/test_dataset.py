@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jetserve.config import CalibrationConfig
+from jetserve.method_config import CalibrationConfig
 from jetserve.quantize.dataset import calibration_windows
 from jetserve.testing import make_tiny_checkpoint
 from jetserve.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetserve.config import CalibrationConfig, Clip, GPTQConfig
+from jetserve.method_config import CalibrationConfig, Clip, GPTQConfig
 from jetserve.quantize.methods import gptq
 from jetserve.quantize.qarray import QArray, QuantizationConfig, dequantize, quantize
 from jetserve.quantize.refinement import refine

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetserve.config import Clip
+from jetserve.method_config import Clip
 from jetserve.models.base import Origin, Parameter, Role
 from jetserve.parallel.rules import Axes
 from jetserve.quantize.methods import rtn

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jetserve.config import Clip, GPTQConfig
+from jetserve.method_config import Clip, GPTQConfig
 from jetserve.quantize import clipping
 from jetserve.quantize.qarray import QArray, QuantizationConfig, dequantize, fit_range, round_to
 from jetserve.quantize.refinement import refine
@@ -25,7 +25,7 @@ DAMPING_TRIES = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """See `config.GPTQConfig`."""
+    """See `method_config.GPTQConfig`."""
 
     act_order: bool = False
     static_groups: bool = False

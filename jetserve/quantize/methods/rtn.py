@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetserve.config import Clip
+from jetserve.method_config import Clip
 from jetserve.quantize import clipping
 from jetserve.quantize.qarray import QArray, QuantizationConfig, dequantize, quantize
 
