@@ -224,12 +224,6 @@ def export(
                 f"{source} has no linear layer in 4 or 8 bits, and is not to get one; expected some, for that is what"
                 f" {output_format} is. Ask for a quantize type"
             )
-        fused = sorted(parameter.source for parameter in plan.parameters if not parameter.whole)
-        if fused:
-            raise ValueError(
-                f"{source} is of a model whose tensors are fused, or stored by expert or head, in Hugging Face's"
-                f" checkpoints ({fused[0]} is part of one); writing those is not built. Convert to jetserve's format"
-            )
         tokenizer = plan.reader.tokenizer()
         windows = _windows(plan, method, tokenizer)
         for parameter, weight in _weights(plan, plan.parameters, method, windows, progress):

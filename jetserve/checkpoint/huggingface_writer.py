@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from jetserve.checkpoint import compressed_tensors, gptq
 from jetserve.checkpoint.huggingface import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from jetserve.checkpoint.joined import Joiner, Tensor
 from jetserve.checkpoint.manifest import PARTIAL_SUFFIX
 from jetserve.checkpoint.native_writer import check_output
 from jetserve.checkpoint.packed import Form, Stored, to_floats
@@ -51,6 +52,7 @@ class HuggingFaceWriter:
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self._layers: dict[str, Form] = {}
         self._floats: list[str] = []
+        self._joiner = Joiner()
         self._pending: dict[str, np.ndarray] = {}
         self._shards: list[list[str]] = []
         self._bytes = 0
@@ -67,26 +69,32 @@ class HuggingFaceWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, parameter: Parameter, weight: HostWeight) -> None:
-        """Takes one tensor. Embeddings and heads become float32, for these formats quantize linear layers alone.
+        """Takes one parameter; tensors that hold several are written when all of theirs are there.
 
         Raises:
-          CheckpointError: for a layer that the format cannot hold.
+          CheckpointError: for a layer that the format cannot hold, and as `Joiner.add` does.
         """
-        name, array = parameter.source, weight.array
+        for tensor in self._joiner.add(parameter, weight):
+            self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        """Embeddings and heads become float32, for these formats quantize linear layers alone."""
+        name, array = tensor.name, tensor.array
         stem = name.removesuffix(".weight")
-        if isinstance(array, QArray) and weight.bits is not None and parameter.role is Role.LINEAR:
-            layer = Stored.of(array, weight.bits, name)
-            tensors = self._form.module.write_layer(stem, layer)
+        if isinstance(array, QArray) and tensor.bits is not None and tensor.role is Role.LINEAR:
+            layer = Stored.of(array, tensor.bits, name)
+            written = self._form.module.write_layer(stem, layer)
             self._layers[stem] = layer.form
         else:
-            tensors = {name: to_floats(array) if isinstance(array, QArray) else array.T}
-            if parameter.role is Role.LINEAR or name == "lm_head.weight":
+            floats = to_floats(array) if isinstance(array, QArray) else array.T
+            written = {name: floats.T if tensor.transposed else floats}
+            if tensor.role is Role.LINEAR or name == "lm_head.weight":
                 self._floats.append(stem)
-        for key, tensor in tensors.items():
-            if self._pending and self._bytes + tensor.nbytes > SHARD_BYTES:
+        for key, found in written.items():
+            if self._pending and self._bytes + found.nbytes > SHARD_BYTES:
                 self._write_shard()
-            self._pending[key] = np.ascontiguousarray(tensor)
-            self._bytes += tensor.nbytes
+            self._pending[key] = np.ascontiguousarray(found)
+            self._bytes += found.nbytes
 
     def _write_shard(self) -> None:
         file = self._partial / _shard(len(self._shards))

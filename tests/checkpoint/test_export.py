@@ -15,6 +15,7 @@ from jetserve.checkpoint.base import CheckpointError, CheckpointReader
 from jetserve.checkpoint.native import NativeCheckpoint
 from jetserve.checkpoint.native_reader import NativeReader
 from jetserve.convert import convert, export
+from jetserve.method_config import CalibrationConfig, Clip, GPTQConfig, Scaling
 from jetserve.quantize.qarray import QArray
 from jetserve.quantize.recipe_file import parse_rules
 from jetserve.testing import make_tiny_checkpoint
@@ -119,3 +120,24 @@ def test_a_model_without_quantized_layers_is_refused(source: Path, tmp_path: Pat
     with pytest.raises(ValueError, match="no linear layer"):
         export(source, tmp_path / "out", "gptq", progress=list)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", [Scaling.NONE, Scaling.AWQ], ids=["gptq", "awq, then gptq"])
+@pytest.mark.parametrize("output_format", FORMATS)
+def test_what_gptq_made_reads_back(source: Path, tmp_path: Path, output_format: str, scaling: Scaling) -> None:
+    method = GPTQConfig(
+        calibration=CalibrationConfig(
+            texts=("What the river said to the sea is not known. " * 40,), length=32, samples=4
+        ),
+        clip=Clip.MSE,
+        act_order=True,
+        sweeps=1,
+        scaling=scaling,
+    )
+    settings: dict[str, Any] = {"quantize_type": "int4_blockwise", "block_size": 32, "symmetric": False}
+    convert(source, tmp_path / "native", **settings, method=method, progress=list)
+    export(tmp_path / "native", tmp_path / "out", output_format, progress=list)
+    check_same(tmp_path / "native", tmp_path / "out")
+    export(source, tmp_path / "at once", output_format, **settings, method=method, progress=list)
+    check_same(tmp_path / "native", tmp_path / "at once")
