@@ -13,7 +13,7 @@ from absl import app
 from absl import flags as absl_flags
 from absl import logging as absl_logging
 
-from jetserve import convert_flags, evaluate_flags, flags, loadtest_flags, plan_flags
+from jetserve import convert_flags, evaluate_flags, flags, loadtest_flags, plan_flags, processes_flags
 
 FLAGS = absl_flags.FLAGS
 _DEBUG = absl_flags.DEFINE_bool("debug", False, "Show tracebacks and debug logs.")
@@ -70,18 +70,29 @@ def serve_command() -> None:
 
     def command() -> int:
         source, config, max_length = flags.model_source(), flags.server_config(), flags.max_length()
+        processes_config = processes_flags.processes_config()
         import jax
 
-        from jetserve.server import serve
+        from jetserve.parallel import processes
+        from jetserve.server import follow, serve
 
+        if processes_config is not None:
+            processes.initialize(processes_config)
         engine_config = flags.engine_config(platform=jax.default_backend())
-        code = serve.run(config, source, engine_config, max_length=max_length)
-        # All are answered and all is written. The interpreter would go on for seconds, only to free memory.
-        logging.shutdown()
-        os._exit(code)
+        if processes_config is not None and processes_config.process_id > 0:
+            return follow.run(processes_config, source, engine_config, max_length=max_length)
+        return serve.run(config, source, engine_config, max_length=max_length, processes_config=processes_config)
 
-    groups = [flags.define_server, flags.define_model, flags.define_batch, flags.define_engine]
-    _run("Serves a model over JetStream's gRPC protocol and OpenAI's HTTP API.", groups, command)
+    groups = [flags.define_server, processes_flags.define_processes]
+    groups += [flags.define_model, flags.define_batch, flags.define_engine]
+    try:
+        _run("Serves a model over JetStream's gRPC protocol and OpenAI's HTTP API.", groups, command)
+    except SystemExit as end:
+        # All are answered and all is written. The interpreter would go on for seconds, only to free memory; or for
+        # minutes, for other processes to end theirs.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0)
 
 
 def chat_command() -> None:

@@ -204,6 +204,26 @@ class InteractiveConfig:
     sampling: SamplingDefaults = SamplingDefaults()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessesConfig:
+    """One of several processes, each on a host of its own, that run one model together.
+
+    `coordinator_address`: HOST:PORT of process 0, where it waits for the others. `process_id`: 0 takes the requests.
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+
+    def __post_init__(self) -> None:
+        check_positive("num_processes", self.num_processes)
+        if not 0 <= self.process_id < self.num_processes:
+            raise ValueError(f"process_id is {self.process_id}; expected 0 to {self.num_processes - 1}")
+        host, _, port = self.coordinator_address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"coordinator_address is {self.coordinator_address!r}; expected HOST:PORT of process 0")
+
+
 class LogFormat(enum.Enum):
     """How a server writes its log: for people, or a JSON object a line."""
 

@@ -11,6 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from many_devices import environment_of_devices
 
 from jetserve import default_model
 
@@ -32,28 +33,14 @@ def default_gguf() -> Path:
         pytest.skip(str(error))
 
 
-EIGHT_DEVICES = " ".join(
-    (
-        "--xla_force_host_platform_device_count=8",
-        # A busy machine runs some devices long after others, and XLA would end the process after 40 seconds.
-        "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
-        "--xla_cpu_collective_timeout_seconds=1200",
-    )
-)
-
-
 @pytest.fixture(scope="session")
 def run_on_eight_devices() -> Callable[[Path], None]:
-    """Runs a file of tests in a process with eight CPU devices, which must be asked for before jax starts."""
+    """Runs a file of tests in a process with eight CPU devices."""
 
     def run(tests: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
-            env={
-                **os.environ,
-                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {EIGHT_DEVICES}",
-                "JAX_PLATFORMS": "cpu",
-            },
+            env=environment_of_devices(8),
             cwd=Path(__file__).parents[1],
             capture_output=True,
             text=True,

@@ -75,6 +75,7 @@ def test_every_flag_is_in_the_docs() -> None:
         ),
         (["run_server.py", "--tls_cert_file=x"], ["tls_cert_file", "belong together"]),
         (["run_server.py", "--checkpoint_path=/no/such", "--grpc_port=0"], ["/no/such", "does not exist"]),
+        (["run_server.py", "--process_id=1"], ["--coordinator_address, --num_processes is missing"]),
     ],
     ids=lambda value: " ".join(value) if "." in " ".join(value) else "",
 )

@@ -19,6 +19,7 @@ from jetserve.engine.engine import Engine
 from jetserve.engine.runner import Runner
 from jetserve.models import base, presets
 from jetserve.parallel.mesh import make_mesh
+from jetserve.parallel.processes import Processes, Settings
 from jetserve.quantize.recipe import KEEP, NONE, Recipe
 from jetserve.quantize.recipe_file import read_rules
 from jetserve.tokenizer import Tokenizer
@@ -165,8 +166,20 @@ def _preset_name(source: ModelSource) -> str | None:
     return None if source.model_name is None else f"{source.model_name}-{source.size}"
 
 
+def settings_of(source: ModelSource, config: EngineConfig, max_length: int | None) -> Settings:
+    """Of what decides which programs run: the same on every process that runs them together."""
+    values = dataclasses.asdict(source) | dataclasses.asdict(config) | {"max_length": max_length}
+    paths = ("checkpoint_path", "tokenizer_path", "quantize_recipe", "cache_dir")
+    return {name: str(value) for name, value in values.items() if name not in paths}
+
+
 def build_engine(
-    source: ModelSource, config: EngineConfig, *, max_length: int | None = None, progress: Progress = silent
+    source: ModelSource,
+    config: EngineConfig,
+    *,
+    max_length: int | None = None,
+    progress: Progress = silent,
+    processes: Processes | None = None,
 ) -> Engine:
     """Loads a model and puts an engine around it.
 
@@ -175,15 +188,19 @@ def build_engine(
       config: limits; its `max_length` is replaced.
       max_length: tokens a sequence may have; None takes what the model was made for, up to 2048.
       progress: wraps the sequence of tensors that are loaded.
+      processes: that run the model together; None for this one alone.
 
     Raises:
       ValueError: if `max_length` is more than the model was made for, or there is no tokenizer.
     """
     enable_compilation_cache(source.cache_dir)
-    return make_engine(load_source(source, config, progress=progress), config, max_length=max_length)
+    loaded = load_source(source, config, progress=progress)
+    return make_engine(loaded, config, max_length=max_length, processes=processes)
 
 
-def make_engine(loaded: LoadedModel, config: EngineConfig, *, max_length: int | None = None) -> Engine:
+def make_engine(
+    loaded: LoadedModel, config: EngineConfig, *, max_length: int | None = None, processes: Processes | None = None
+) -> Engine:
     """Puts an engine around a loaded model. Arguments and errors are `build_engine`'s."""
     limit = loaded.config.max_position
     if max_length is not None and max_length > limit:
@@ -191,7 +208,7 @@ def make_engine(loaded: LoadedModel, config: EngineConfig, *, max_length: int | 
     config = dataclasses.replace(config, max_length=max_length or min(DEFAULT_MAX_LENGTH, limit))
     tokenizer = tokenizer_of(loaded)
     try:
-        runner = Runner(loaded.model, config, make_mesh(config.mesh))
+        runner = Runner(loaded.model, config, make_mesh(config.mesh), processes)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -1,11 +1,13 @@
 """The only owner of device state: weights, the KV pages, and the compiled steps over them.
 
 Turns a scheduler's plan into padded arrays, runs the model and the sampler, and copies the result to the host once.
-Knows nothing of text, stop conditions or queues.
+What devices do is asked of the runners of all processes, in the same order (`parallel.processes`): what they need
+besides is in host arrays. Knows nothing of text, stop conditions or queues.
 """
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -17,11 +19,12 @@ from jax.sharding import Mesh
 from jetserve.cache.kv_cache import make_cache
 from jetserve.config import EngineConfig
 from jetserve.engine import sampling
-from jetserve.engine.sampling import Row
+from jetserve.engine.sampling import Row, Sampled, SamplingBatch
 from jetserve.engine.scheduler import ScheduledSequence, StepPlan
 from jetserve.engine.step import Step, empty_batch
 from jetserve.kernels.attention import RaggedBatch
 from jetserve.models.base import Model
+from jetserve.parallel.processes import Alone, Processes
 from jetserve.types import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -54,13 +57,14 @@ class Runner:
     `max_sequences`, others to (T, max_sequences) with T a power of two up to `max_step_tokens`. One program a bucket.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, mesh: Mesh) -> None:
+    def __init__(self, model: Model, config: EngineConfig, mesh: Mesh, processes: Processes | None = None) -> None:
         self.config = config
         self.model_config = model.config
         self.vocab_size: int = model.config.vocab_size
         self.decode_sizes = _powers_of_two(1, config.max_sequences)
         self.prefill_sizes = _powers_of_two(min(SMALLEST_PREFILL, config.max_step_tokens), config.max_step_tokens)
         self._mesh = mesh
+        self._processes = processes or Alone()
         self._cache = make_cache(model.config, config, mesh)
         self._step = Step(model, config, self._cache)
 
@@ -100,25 +104,43 @@ class Runner:
         Returns:
           A token for every entry that samples, None for the others.
         """
-        logits = self._run_model(self._make_batch(plan.entries, plan.is_decode_only))
+        batch = self._make_batch(plan.entries, plan.is_decode_only)
+        self._everywhere("compute", batch)
         if not rows:
             return [None] * len(plan.entries)
         if all(row.is_plain_greedy for row in rows.values()):
-            tokens = np.asarray(sampling.sample_greedy(logits).tokens)
+            tokens = self._everywhere("sample_greedy")
             return [SampledToken(int(tokens[i])) if i in rows else None for i in range(len(plan.entries))]
         # Entries that do not sample get an idle row, so that row i of the logits is entry i.
         idle = Row(params=sampling.GREEDY, seed=0, tokens=(), prompt_length=0)
         every_row = [rows.get(i, idle) for i in range(len(plan.entries))]
-        batch = sampling.make_batch(every_row, logits.shape[0], self.config.max_length, self.vocab_size)
-        sampled = jax.device_get(sampling.sample(logits, batch))
+        S = batch.kv_lengths.shape[0]
+        sampled = self._everywhere("sample", sampling.make_batch(every_row, S, self.config.max_length, self.vocab_size))
         return [_token_of(sampled, i, rows[i]) if i in rows else None for i in range(len(plan.entries))]
 
-    def _run_model(self, batch: RaggedBatch, all_logits: bool = False) -> jax.Array:
-        logits, self._cache = self._step(self._cache, batch, all_logits=all_logits)
-        return logits
+    def _everywhere(self, method: str, *args: Any) -> Any:
+        """Calls a method of the runner of every process."""
+        return self._processes.run(operator.methodcaller(method, *args), self)
+
+    def compute(self, batch: RaggedBatch, all_logits: bool = False) -> jax.Array:
+        """Runs the model, and keeps the logits for the sampler. Called on every process, as all below are."""
+        self._logits, self._cache = self._step(self._cache, batch, all_logits=all_logits)
+        return self._logits
+
+    def sample_greedy(self) -> np.ndarray:
+        """[S], of the logits that were computed last."""
+        return np.asarray(sampling.sample_greedy(self._logits).tokens)
+
+    def sample(self, batch: SamplingBatch) -> Sampled:
+        """The same by every setting, as host arrays."""
+        return jax.device_get(sampling.sample(self._logits, batch))
 
     def restore_cache(self) -> None:
         """Makes new pages if a step that failed took the old ones with it: they are donated to every step."""
+        self._everywhere("remake_cache")
+
+    def remake_cache(self) -> None:
+        """See `restore_cache`."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
             self._cache = make_cache(self.model_config, self.config, self._mesh)
 
@@ -132,11 +154,10 @@ class Runner:
         programs += [(T, self.config.max_sequences, T) for T in self.prefill_sizes if T > 1]
         for done, (T, S, max_query_length) in enumerate(programs):
             progress(done, len(programs))
-            logits = self._run_model(self._empty_batch(T, S, max_query_length))
+            logits = self._everywhere("compute", self._empty_batch(T, S, max_query_length))
             if max_query_length == 1:  # the samplers depend on S alone, and every S is a decode size
-                jax.block_until_ready(sampling.sample_greedy(logits))
-                batch = sampling.make_batch([], S, self.config.max_length, self.vocab_size)
-                jax.block_until_ready(sampling.sample(logits, batch))
+                self._everywhere("sample_greedy")
+                self._everywhere("sample", sampling.make_batch([], S, self.config.max_length, self.vocab_size))
             logits.block_until_ready()
         progress(len(programs), len(programs))
 
@@ -162,7 +183,7 @@ class Runner:
             batch.query_starts[1:] = len(chunk)
             batch.kv_lengths[0] = start + len(chunk)
             batch.page_table[0, :pages] = np.arange(1, pages + 1)
-            yield len(chunk), self._run_model(batch, all_logits=True)
+            yield len(chunk), self._everywhere("compute", batch, True)
 
 
 def _token_of(sampled: Any, i: int, row: Row) -> SampledToken:

@@ -4,17 +4,20 @@ Owns the order of things and what signals mean. Knows nothing of protocols.
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from jetserve.config import EngineConfig, LogFormat, ModelSource, ServerConfig
+from jetserve.config import EngineConfig, LogFormat, ModelSource, ProcessesConfig, ServerConfig
 from jetserve.engine import build
 from jetserve.engine.async_engine import AsyncEngine, State
 from jetserve.engine.engine import Engine
+from jetserve.parallel.processes import Alone, Leader, Processes
 from jetserve.server import logs
 from jetserve.server.grpc import GrpcServer
 from jetserve.server.metrics import Metrics
@@ -67,7 +70,7 @@ def _warm_up(engine: Engine, progress: Progress) -> None:
     logger.info("warmed up in %.1f s", time.monotonic() - started)
 
 
-async def _first_of(*waits: "asyncio.Task[object]") -> None:
+async def _first_of(*waits: "asyncio.Future[Any]") -> None:
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -143,7 +146,12 @@ async def _drain(engine: AsyncEngine, servers: _Servers, seconds: float) -> None
 
 
 async def _serve(
-    config: ServerConfig, make_engine: Callable[[Progress], Engine], *, model: str, profile_folder: Path
+    config: ServerConfig,
+    make_engine: Callable[[Progress], Engine],
+    *,
+    model: str,
+    profile_folder: Path,
+    others_lost: "concurrent.futures.Future[str]",
 ) -> int:
     servers = _Servers(config, profile_folder)
     await servers.open()
@@ -155,8 +163,9 @@ async def _serve(
     logger.info("ready: %s", servers)
     ended: asyncio.Task[object] = asyncio.create_task(engine.wait_until_ended())
     asked: asyncio.Task[object] = asyncio.create_task(signals.first.wait())
-    await _first_of(ended, asked)
-    has_failed = ended.done()
+    lost = asyncio.wrap_future(others_lost)
+    await _first_of(ended, asked, lost)
+    has_failed = ended.done() or lost.done()
     await servers.say_not_serving()
     if not has_failed:
         logger.info("draining: running requests have %g s to finish; another signal ends them", config.drain_seconds)
@@ -167,8 +176,8 @@ async def _serve(
     await engine.stop()
     if has_failed or not drained.done():
         await servers.stop(FLUSH_SECONDS)
-    for task in (asked, ended):
-        task.cancel()
+    for wait in (asked, ended, lost):
+        wait.cancel()
     if not has_failed:
         await drained
     logger.info("stopped")
@@ -176,7 +185,12 @@ async def _serve(
 
 
 def run(
-    config: ServerConfig, source: ModelSource, engine_config: EngineConfig, *, max_length: int | None = None
+    config: ServerConfig,
+    source: ModelSource,
+    engine_config: EngineConfig,
+    *,
+    max_length: int | None = None,
+    processes_config: ProcessesConfig | None = None,
 ) -> int:
     """Serves a model until SIGTERM or SIGINT; a second one ends requests that are still running.
 
@@ -185,20 +199,26 @@ def run(
       source: the model.
       engine_config: limits.
       max_length: tokens of a prompt and its answer, None for what the model was made for (at most 2048).
+      processes_config: of process 0, if there are others that run the model with it (`follow`).
 
     Returns:
-      The exit code: 0 after a signal, `EXIT_FAILED` if the engine failed for good.
+      The exit code: 0 after a signal, `EXIT_FAILED` if the engine failed for good or another process was lost.
 
     Raises:
-      ValueError, RuntimeError, OSError: if the port cannot be had or the model cannot be loaded.
+      ValueError, RuntimeError, OSError: if the port cannot be had, the model cannot be loaded, or other processes do
+        not come.
     """
 
     if config.log_format is LogFormat.JSON:
         logs.use_json()
 
+    processes: Processes = Alone()
+    if processes_config is not None:
+        processes = Leader(processes_config, build.settings_of(source, engine_config, max_length))
+
     def make_engine(progress: Progress) -> Engine:
         logger.info("loading %s", build.model_name(source))
-        engine = build.build_engine(source, engine_config, max_length=max_length)
+        engine = build.build_engine(source, engine_config, max_length=max_length, processes=processes)
         if config.warm_up:
             _warm_up(engine, progress)
         return engine
@@ -206,7 +226,12 @@ def run(
     # Until the event loop handles signals they end the process at once; without this it would be by an exception.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     model = config.served_model_name or _public_name(build.model_name(source))
-    return asyncio.run(_serve(config, make_engine, model=model, profile_folder=source.cache_dir / "profiles"))
+    profiles = source.cache_dir / "profiles"
+    serving = _serve(config, make_engine, model=model, profile_folder=profiles, others_lost=processes.lost)
+    code = asyncio.run(serving)
+    if code == 0:
+        processes.stop()
+    return code
 
 
 def _public_name(name: str) -> str:

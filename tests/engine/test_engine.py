@@ -437,8 +437,13 @@ def test_logits_that_are_not_numbers_end_their_request_alone(
     sampling_params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
-    run_model = engine.runner._run_model
-    monkeypatch.setattr(engine.runner, "_run_model", lambda *args: run_model(*args).at[0].set(jnp.nan))
+    step = engine.runner._step
+
+    def broken(*args: Any, **settings: Any) -> tuple[jax.Array, Any]:
+        logits, cache = step(*args, **settings)
+        return logits.at[0].set(jnp.nan), cache
+
+    monkeypatch.setattr(engine.runner, "_step", broken)
     outputs = list(
         engine.run([Request(request_id=name, prompt_token_ids=(5, 6), sampling=sampling_params) for name in "ab"])
     )

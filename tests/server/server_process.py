@@ -7,20 +7,28 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from jetserve.server.proto.jetstream_pb2_grpc import OrchestratorStub
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 
 
 class Process:
     """A server on a port of its own; `log` is what it has written so far."""
 
-    def __init__(self, checkpoint: Path, *flags: str, command: tuple[str, ...] = ("run_server.py",)) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *flags: str,
+        command: tuple[str, ...] = ("run_server.py",),
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
         settings = [
             "--grpc_port=0",
             "--http_port=0",
@@ -32,7 +40,7 @@ class Process:
         self.process = subprocess.Popen(
             [sys.executable, *command, f"--checkpoint_path={checkpoint}", *settings],
             cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={**environment, "JAX_PLATFORMS": "cpu"},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -67,8 +75,8 @@ class Process:
         return code
 
 
-def start(stack: contextlib.ExitStack, *arguments: object, **settings: tuple[str, ...]) -> Process:
-    process = Process(*arguments, **settings)  # type: ignore[arg-type]
+def start(stack: contextlib.ExitStack, *arguments: Any, **settings: Any) -> Process:
+    process = Process(*arguments, **settings)
     stack.callback(process.process.wait)
     stack.callback(process.process.kill)
     return process
