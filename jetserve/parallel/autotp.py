@@ -1,18 +1,26 @@
-"""Automatic tensor parallelism, told to people: how each weight of a model lies over the devices, and why.
+"""Automatic tensor parallelism: told to people for models, chosen for any other function.
 
-The rules are `rules.py`'s; this says what they did.
+How each weight of a model lies over the devices is decided by `rules`, from the axes that it declares; `explain` says
+what they did. A function that declares nothing is traced: `dimensions` finds what of its arrays can be split together,
+and `shard` chooses of it.
 """
 
 import dataclasses
 import enum
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jetserve.parallel.dimensions import Array, Dimension, Program
 from jetserve.parallel.rules import MESH_AXIS, PADDED, Axes, Layout, Side, bytes_per_device
 from jetserve.quantize.qarray import QArray
+
+WORTH_OF_A_SUM = 0.5
+"""Of an average weight's bytes: what is replicated rather than to wait for one more sum over the devices."""
 
 
 class Split(enum.Enum):
@@ -125,3 +133,95 @@ def _divided(side: Side, layout: Layout) -> str:
     if held == size:
         return share
     return f"{share}, {held - size} of zeros" if letter in PADDED else f"{share}, each of {size} {held // size} times"
+
+
+def shard(function: Callable[..., Any], params: Any, *args: Any, mesh: Mesh, axis: str = "tensor") -> Any:
+    """Shardings of the parameters of any function, found by tracing it.
+
+    Results are the same whatever the shardings: XLA adds the collectives that they take. Matrices are split so that
+    these are few: the first of two in a row by columns, the second by rows, attention by heads.
+
+    Args:
+      function: called with `params` and `args`; not run.
+      params: a tree of arrays, or of their shapes, such as the state of an nnx module.
+      args: the other arguments, or their shapes. They are taken to be whole on every device.
+      mesh: whose devices share the weights.
+      axis: of the mesh.
+
+    Returns:
+      A tree of `params`' structure, of `NamedSharding`s, for `jax.device_put(params, …)`.
+    """
+    closed, leaves = _trace(function, params, args), jax.tree.leaves(params)
+    program = Program()
+    operands = [program.array(var.aval.shape) for var in closed.jaxpr.invars]
+    weights, others = operands[: len(leaves)], operands[len(leaves) :]
+    for array in others:
+        for dimension in array:
+            dimension.keep_whole()
+    program.walk(closed.jaxpr, operands)
+    chosen = _choose(_candidates(program, list(zip(weights, leaves, strict=True)), mesh.shape[axis]))
+    specs = [PartitionSpec(*(axis if d.root in chosen else None for d in array)) for array in weights]
+    return jax.tree.unflatten(jax.tree.structure(params), [NamedSharding(mesh, spec) for spec in specs])
+
+
+def _trace(function: Callable[..., Any], params: Any, args: tuple) -> Any:
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, args))
+    return jax.make_jaxpr(function)(shapes[0], *shapes[1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A dimension that may be split: its worth in bytes, and what cannot be split beside it."""
+
+    worth: float
+    rivals: frozenset[Dimension]
+
+
+def _candidates(program: Program, weights: list[tuple[Array, Any]], devices: int) -> Mapping[Dimension, _Candidate]:
+    matrices = [(array, math.prod(leaf.shape) * leaf.dtype.itemsize) for array, leaf in weights if len(leaf.shape) > 1]
+    average = sum(size for _, size in matrices) / max(1, len(matrices))
+    worth: dict[Dimension, float] = {}
+    for array, size in matrices:
+        for root in {dimension.root for dimension in array}:
+            if not root.whole and all(one % devices == 0 for one in root.sizes):
+                worth[root] = worth.get(root, -WORTH_OF_A_SUM * average * root.sums) + size
+    rivals: dict[Dimension, set[Dimension]] = {root: set() for root in worth}
+    for array in program.arrays:
+        roots = [dimension.root for dimension in array if dimension.root in worth]
+        for root in roots:
+            # An array that has it twice makes it its own rival.
+            rivals[root] |= set(roots) - {root} if roots.count(root) == 1 else {root}
+    return {
+        root: _Candidate(worth=value, rivals=frozenset(rivals[root]))
+        for root, value in worth.items()
+        if value > 0 and root not in rivals[root]
+    }
+
+
+def _choose(candidates: Mapping[Dimension, _Candidate]) -> set[Dimension]:
+    """Those that are worth the most together, no two of them rivals."""
+    chosen: set[Dimension] = set()
+    for group in _groups(candidates):
+        most = max(group, key=lambda root: len(candidates[root].rivals & group.keys()))
+        rest = {root: candidate for root, candidate in group.items() if root is not most}
+        if not rest:
+            chosen.add(most)
+            continue
+        without = _choose(rest)
+        within = {most} | _choose({r: c for r, c in rest.items() if r not in candidates[most].rivals})
+        chosen |= max(without, within, key=lambda roots: sum(candidates[root].worth for root in roots))
+    return chosen
+
+
+def _groups(candidates: Mapping[Dimension, _Candidate]) -> Iterable[dict[Dimension, _Candidate]]:
+    """Parts that have no rivals among each other."""
+    left = dict(candidates)
+    while left:
+        found: dict[Dimension, _Candidate] = {}
+        reached = [next(iter(left))]
+        while reached:
+            root = reached.pop()
+            if root in left:
+                found[root] = left.pop(root)
+                reached += found[root].rivals
+        yield found
