@@ -22,7 +22,7 @@ from jetserve.config import EngineConfig, ModelSource
 from jetserve.default_model import default_cache_dir
 from jetserve.engine.build import build_engine
 from jetserve.engine.runner import Runner
-from jetserve.kernels import native
+from jetserve.kernels.native import builder
 
 SOURCE = Path(__file__).with_suffix(".cc")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-pthread")
@@ -35,7 +35,8 @@ def limits(seconds: float, threads: int, weight_megabytes: float) -> dict[str, f
     """Bytes a second of reads that fit the last cache or not, and operations a second of both kinds of numbers."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / SOURCE.stem
-        subprocess.run([native.compiler(), *FLAGS, native.march_flag(), str(SOURCE), "-o", str(program)], check=True)
+        command = [*builder.compiler().command, *FLAGS, builder.march_flag(), str(SOURCE), "-o", str(program)]
+        subprocess.run(command, check=True)
 
         def measured(kind: str, count: int, megabytes: float = 0) -> float:
             command = [str(program), kind, str(count), str(megabytes), str(seconds)]

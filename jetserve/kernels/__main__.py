@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 
 from jetserve.kernels.report import report
 
@@ -11,6 +12,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jetserve.kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     found = report()
     print(json.dumps(found.as_json()) if args.json else found)
 

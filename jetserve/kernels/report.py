@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jetserve.kernels import native, select
 from jetserve.kernels.attention import KVPages, RaggedBatch
+from jetserve.kernels.native import builder
 from jetserve.quantize.qarray import QUANTIZE_TYPES, QuantizationConfig, quantize
 
 FEATURES = (
@@ -80,30 +81,26 @@ def report() -> Report:
     """The report for this machine and the platform that jax would use. Builds the library if it is not there."""
     return Report(
         library=_library(),
-        features=processor_features(native.processor()),
+        features=processor_features(builder.processor()),
         platform=select.current_platform(),
         choices=dict(_choices()),
     )
 
 
 def processor_features(description: str) -> dict[str, bool]:
-    """Which of `FEATURES` a processor has, for what `native.processor` says of it."""
+    """Which of `FEATURES` a processor has, for what `builder.processor` says of it."""
     words = set(description.split())
     return {name: name in words for name in FEATURES}
 
 
 def _library() -> Library:
-    if native.library() is None:
-        try:
-            native.build(native.library_folder())
-        except native.BuildError as error:
-            return Library(error=str(error))
-        return Library(error="the library was built but cannot be loaded")
-    path = native.library_path(native.library_folder())
+    found = native.loaded()
+    if found.path is None:
+        return Library(error=found.error)
     return Library(
-        path=path,
-        size=path.stat().st_size,
-        compiler=native.compiler_version().splitlines()[0],
+        path=found.path,
+        size=found.path.stat().st_size,
+        compiler=native.compiler(),
         instructions=native.instructions(),
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jetserve.kernels import native
+from jetserve.kernels.native import builder
 
 TESTS = ("test_attention.py", "test_quantized_matmul.py", "test_embedding_lookup.py", "test_elementwise.py")
 
@@ -17,7 +18,7 @@ TESTS = ("test_attention.py", "test_quantized_matmul.py", "test_embedding_lookup
 def main() -> None:
     """Exits with pytest's status."""
     folder, *flags = sys.argv[1:]
-    path = native.build(Path(folder), extra_flags=tuple(flags))
+    path = builder.build(Path(folder), extra_flags=tuple(flags))
     native.library = functools.cache(lambda: native.load(path))
     print(f"instructions: {native.instructions()}")
     here = Path(__file__).parent

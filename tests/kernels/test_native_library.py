@@ -1,49 +1,34 @@
-"""Building the C++ kernels: once, whole or not at all, and what happens where they cannot be built."""
+"""Loading the C++ kernels, and what happens where they cannot be had."""
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from jetserve.kernels import native, select
+from jetserve.kernels.native import builder
 from jetserve.quantize.qarray import QuantizationConfig, quantize
 
 
 @pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def load_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], native.Loaded]:
+    """`native.loaded` as in a process that has not called it yet."""
+    monkeypatch.setattr(native, "loaded", native.functools.cache(native.loaded.__wrapped__))
+    return lambda: native.loaded()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(native, "library_folder", lambda: tmp_path)
 
 
-def test_a_build_is_kept_and_leaves_nothing_else(tmp_path: Path) -> None:
-    if native.library() is None:
-        pytest.skip("there is no C++ compiler")
-    first = native.build(tmp_path)
-    written = first.stat().st_mtime_ns
-    assert native.build(tmp_path) == first
-    assert first.stat().st_mtime_ns == written
-    assert list(tmp_path.iterdir()) == [first]
-
-
-def test_a_build_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    if native.library() is None:
-        pytest.skip("there is no C++ compiler")
-    with pytest.raises(native.BuildError, match="no-such-option"):
-        native.build(tmp_path, extra_flags=("-fno-such-option",))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_a_compiler_the_build_names_what_to_install(tmp_path: Path, no_compiler: None) -> None:
-    with pytest.raises(native.BuildError, match=r"no C\+\+ compiler .* Install g\+\+"):
-        native.build(tmp_path)
-
-
-def test_without_kernels_there_is_one_warning_and_other_code_runs(
-    no_compiler: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fresh = native.functools.cache(native.library.__wrapped__)
-    monkeypatch.setattr(native, "library", fresh)
+@pytest.mark.usefixtures("no_compiler", "load_again")
+def test_without_kernels_there_is_one_warning_and_other_code_runs(caplog: pytest.LogCaptureFixture) -> None:
     w = quantize(jnp.ones((64, 8)), QuantizationConfig(bits=8))
     with caplog.at_level(logging.WARNING, logger=native.__name__):
         for _ in range(2):
@@ -52,3 +37,22 @@ def test_without_kernels_there_is_one_warning_and_other_code_runs(
     assert isinstance(prepared, jnp.ndarray)
     assert jnp.allclose(y, 64, rtol=1e-5)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_a_way_out(
+    tmp_path: Path, load_again: Callable[[], native.Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "true")  # answers, and need not do more
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(native, "library_folder", lambda: tmp_path / "file" / "kernels")
+    assert "Set XDG_CACHE_HOME" in load_again().error
+
+
+def test_a_library_that_cannot_be_loaded_is_told_with_the_reason(
+    tmp_path: Path, load_again: Callable[[], native.Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kernels.so"
+    path.write_text("no library")
+    monkeypatch.setattr(builder, "build", lambda folder: path)
+    assert str(path) in load_again().error
+    assert load_again().library is None

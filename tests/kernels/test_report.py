@@ -36,11 +36,10 @@ def test_the_library_that_it_shows_is_the_one_that_runs() -> None:
 
 
 def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "COMPILERS", ())
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "loaded", lambda: native.Loaded(error="Install g++"))
     found = report()
-    assert found.library == Library(error=found.library.error)
-    assert "Install g++" in str(found)
+    assert found.library == Library(error="Install g++")
+    assert "  none: Install g++" in str(found)
     attention = found.choices["attention, float pages"]
     assert (attention.name, dict(attention.refused)) == ("xla", {"cpu": "the kernels for CPUs are not there"})
     assert found.choices["quantized_matmul, int4_blockwise"].name == "dequantized"

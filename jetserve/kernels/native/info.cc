@@ -16,3 +16,12 @@ extern "C" const char* jetserve_instructions() {
   return "portable";
 #endif
 }
+
+// Which compiler made it.
+extern "C" const char* jetserve_compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#else
+  return "g++ " __VERSION__;
+#endif
+}

@@ -4,6 +4,7 @@ On the machine that this was measured on, streaming 70 MB of weights is a third 
 """
 
 import mmap
+import threading
 
 import numpy as np
 
@@ -14,19 +15,27 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Hands out arrays of bytes. A chunk is given back when the last of its arrays is gone."""
+    """Hands out arrays of bytes, to any thread. A chunk is given back when the last of its arrays is gone."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._chunk: mmap.mmap | None = None
         self._used = 0
 
     def copy(self, a: np.ndarray) -> np.ndarray:
         """A copy of `a`."""
-        if self._chunk is None or self._used + a.nbytes > len(self._chunk):
-            self._chunk, self._used = mmap.mmap(-1, max(CHUNK, a.nbytes)), 0
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._chunk.madvise(mmap.MADV_HUGEPAGE)
-        out = np.frombuffer(self._chunk, a.dtype, a.size, self._used).reshape(a.shape)
+        chunk, start = self._reserve(a.nbytes)
+        out = np.frombuffer(chunk, a.dtype, a.size, start).reshape(a.shape)
         np.copyto(out, a)
-        self._used += -(-a.nbytes // ALIGNMENT) * ALIGNMENT
         return out
+
+    def _reserve(self, size: int) -> tuple[mmap.mmap, int]:
+        """A chunk, and where in it `size` bytes are nobody else's."""
+        with self._lock:
+            if self._chunk is None or self._used + size > len(self._chunk):
+                self._chunk, self._used = mmap.mmap(-1, max(CHUNK, size)), 0
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    self._chunk.madvise(mmap.MADV_HUGEPAGE)
+            start = self._used
+            self._used += -(-size // ALIGNMENT) * ALIGNMENT
+            return self._chunk, start

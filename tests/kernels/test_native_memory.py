@@ -1,0 +1,39 @@
+"""Memory that kernels stream through: every array has its own."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from jetserve.kernels.native import memory
+from jetserve.kernels.native.memory import ALIGNMENT, Arena
+
+THREADS, ARRAYS = 8, 8
+
+
+def test_threads_get_memory_of_their_own() -> None:
+    arena, start = Arena(), threading.Barrier(THREADS)
+    copies: list[list[np.ndarray]] = [[] for _ in range(THREADS)]
+
+    def work(number: int) -> None:
+        start.wait()
+        for _ in range(ARRAYS):
+            copies[number].append(arena.copy(np.full(2**20, number, np.uint8)))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [{int(value) for a in made for value in (a.min(), a.max())} for made in copies] == [
+        {n} for n in range(THREADS)
+    ]
+
+
+def test_arrays_are_aligned_and_may_be_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CHUNK", 4096)
+    arena = Arena()
+    for a in (np.arange(3, dtype=np.int8), np.ones((2, 5), np.float32), np.full(memory.CHUNK + 1, 7, np.uint8)):
+        copy = arena.copy(a)
+        np.testing.assert_array_equal(copy, a)
+        assert copy.ctypes.data % ALIGNMENT == 0
