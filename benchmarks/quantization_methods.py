@@ -23,11 +23,20 @@ TYPES = {
 ACT_ORDER, CLIP, SWEEPS = "--gptq_act_order", "--clip=mse", "--gptq_sweeps=4"
 METHODS = {
     "rtn": [],
+    "rtn, clip": [CLIP],
+    "awq, clip": ["--quantize_method=awq", CLIP],
     "gptq": ["--quantize_method=gptq"],
     "gptq, act-order": ["--quantize_method=gptq", ACT_ORDER],
     "gptq, act-order, clip": ["--quantize_method=gptq", ACT_ORDER, CLIP],
     "gptq, act-order, sweeps": ["--quantize_method=gptq", ACT_ORDER, SWEEPS],
     "gptq, act-order, clip, sweeps": ["--quantize_method=gptq", ACT_ORDER, CLIP, SWEEPS],
+    "awq, gptq, act-order, clip, sweeps": [
+        "--quantize_method=gptq",
+        "--scale_inputs=awq",
+        ACT_ORDER,
+        CLIP,
+        SWEEPS,
+    ],
 }
 
 
@@ -40,7 +49,7 @@ def measure(name: str, flags: list[str], args: argparse.Namespace) -> dict[str, 
     start = time.perf_counter()
     if not folder.exists():
         command = [sys.executable, "-m", "jetserve", "convert", f"--output_checkpoint_dir={folder}", *flags]
-        if "--quantize_method=gptq" in flags:
+        if any(flag.startswith("--quantize_method") for flag in flags):
             command += [
                 f"--calibration_file={args.calibration_file}",
                 f"--calibration_samples={args.samples}",
