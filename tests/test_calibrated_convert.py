@@ -13,8 +13,9 @@ import pytest
 from jetserve.checkpoint.base import CheckpointError
 from jetserve.checkpoint.load import LoadedModel, load_model, open_model
 from jetserve.checkpoint.native import NativeCheckpoint
+from jetserve.checkpoint.scaled import CARRIED_OVER
 from jetserve.config import EngineConfig, MeshConfig
-from jetserve.convert import convert
+from jetserve.convert import convert, export
 from jetserve.engine.runner import Runner
 from jetserve.evaluate.perplexity import measure
 from jetserve.gptq import GPTQQuantizer, load_quantized_model
@@ -22,6 +23,7 @@ from jetserve.method_config import AWQConfig, CalibratedMethod, CalibrationConfi
 from jetserve.parallel.mesh import make_mesh
 from jetserve.quantize.dataset import calibration_windows
 from jetserve.quantize.methods import awq, gptq
+from jetserve.quantize.recipe_file import parse_rules
 from jetserve.testing import make_tiny_checkpoint
 from jetserve.types import Request, SamplingParams
 
@@ -170,3 +172,23 @@ def test_from_python_in_the_shape_that_users_know(source: Path, tmp_path: Path) 
     assert len([token for output in engine.run([request]) for token in output.token_ids]) == 4
     with pytest.raises(CheckpointError, match="exists already"):
         quantizer.save(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_what_is_carried_over_keeps_its_scales_and_those_beside_it(source: Path, tmp_path: Path) -> None:
+    export(source, tmp_path / "gptq", "gptq", quantize_type="int8_per_channel", progress=list_only)
+    rules = parse_rules({"patterns": {"up_proj": {"type": "keep"}}}, "recipe")
+    settings: dict[str, Any] = {"quantize_type": "int4_per_channel", "rules": rules, "progress": list_only}
+    report = convert(tmp_path / "gptq", tmp_path / "out", method=AWQConfig(calibration=CALIBRATION), **settings)
+    told = {tensor.name.split(".", 3)[3] for tensor in report.weights.tensors if tensor.fallback == CARRIED_OVER}
+    assert told == {"mlp.gate_proj.weight", "mlp.down_proj.weight"}
+    assert sum(report.weights.fallbacks().values()) == 4
+    made = NativeCheckpoint(tmp_path / "out")
+    before = open_model(tmp_path / "gptq").source
+    for name in made.tensors:
+        if "up_proj" in name:
+            jax.tree.map(np.testing.assert_array_equal, made.read_tensor(name), before.read_quantized(name))
+        elif "input_layernorm" in name:
+            assert not np.array_equal(made.read_tensor(name), before.read(name))
+        elif "post_attention_layernorm" in name:
+            np.testing.assert_array_equal(made.read_tensor(name), before.read(name))
