@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jetserve.kernels import native, select
 from jetserve.kernels.attention import KVPages, RaggedBatch
 from jetserve.kernels.native import builder
-from jetserve.quantize.qarray import QUANTIZE_TYPES, QuantizationConfig, quantize
+from jetserve.quantize.qarray import QUANTIZE_TYPES, QuantizationConfig, Weight, by_expert, cast_values, quantize
 
 FEATURES = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
@@ -21,7 +21,7 @@ FEATURES = (
 )
 """Of processors, as Linux names them, that kernels may care for."""
 T, N, K, H, PAGES, PAGE_SIZE = 4, 8, 4, 64, 8, 16
-D, OUT = 256, 64
+D, OUT, EXPERTS = 256, 64, 2
 """Sizes of the arguments that are asked about."""
 
 
@@ -106,18 +106,22 @@ def _library() -> Library:
 
 
 def _choices() -> Iterator[tuple[str, select.Choice]]:
-    x, ids, plain = jnp.zeros((T, D)), jnp.zeros(T, jnp.int32), jnp.zeros((D, OUT))
-    configs = {name: QuantizationConfig.from_name(name) for name in QUANTIZE_TYPES}
-    activations = QuantizationConfig.from_name("int8_per_channel", quantize_activation=True)
-    configs["int8_per_channel, int8 activations"] = activations
-    weights = {"float32": plain, **{name: quantize(plain, config) for name, config in configs.items()}}
-    for name, weight in weights.items():
+    x, ids = jnp.zeros((T, D)), jnp.zeros(T, jnp.int32)
+    for name, weight in _weights(OUT).items():
         prepared = select.explain_prepare("quantized_matmul", weight)
-        matmul = select.explain("quantized_matmul", x, prepared.result)
+        w, refused = prepared.result, prepared.refused
         # Who refused to prepare a weight says why; that it does not know another's layout says less.
-        yield f"quantized_matmul, {name}", dataclasses.replace(matmul, refused={**matmul.refused, **prepared.refused})
-        yield f"embedding_lookup, {name}", select.explain("embedding_lookup", ids, prepared.result, dtype=jnp.float32)
+        yield f"quantized_matmul, {name}", _with(select.explain("quantized_matmul", x, w), refused)
+        yield f"projections, {name}", _with(select.explain("projections", x, [w], [None]), refused)
+        yield f"embedding_lookup, {name}", select.explain("embedding_lookup", ids, w, dtype=jnp.float32)
+    sizes = jnp.full(EXPERTS, T // EXPERTS, jnp.int32)
+    for name, weight in _weights(EXPERTS * OUT).items():
+        prepared = select.explain_prepare("grouped_matmul", by_expert(weight, EXPERTS))
+        grouped = select.explain("grouped_matmul", x, prepared.result, sizes)
+        yield f"grouped_matmul, {name}", _with(grouped, prepared.refused)
     q, kv = jnp.zeros((T, N, H)), jnp.zeros((T, K, H))
+    yield "rms_norm", select.explain("rms_norm", x, jnp.ones(D), epsilon=1e-5)
+    yield "rope", select.explain("rope", q, kv, ids, jnp.ones(H // 2))
     batch = RaggedBatch(
         tokens=ids,
         positions=ids,
@@ -128,7 +132,23 @@ def _choices() -> Iterator[tuple[str, select.Choice]]:
     )
     values = jnp.zeros((PAGES, PAGE_SIZE, 2 * K, H))
     for name, pages in {
-        "float pages": KVPages(values=values),
+        "float32 pages": KVPages(values=values),
+        "bfloat16 pages": KVPages(values=values.astype(jnp.bfloat16)),
         "int8 pages": KVPages(values=values.astype(jnp.int8), scale=values[..., 0]),
     }.items():
         yield f"attention, {name}", select.explain("attention", q, kv, kv, pages, batch, scale=1.0)
+
+
+def _weights(columns: int) -> dict[str, Weight]:
+    """A weight [D, columns] of every type, in the types that models hold them in."""
+    plain = jnp.zeros((D, columns))
+    configs = {name: QuantizationConfig.from_name(name) for name in QUANTIZE_TYPES}
+    activations = QuantizationConfig.from_name("int8_per_channel", quantize_activation=True)
+    configs["int8_per_channel, int8 activations"] = activations
+    quantized = {name: cast_values(quantize(plain, config), config.bits) for name, config in configs.items()}
+    return {"float32": plain, **quantized}
+
+
+def _with(choice: select.Choice, refused: Mapping[str, str]) -> select.Choice:
+    """The choice, with the reasons of those who refused before."""
+    return dataclasses.replace(choice, refused={**choice.refused, **refused})

@@ -1,15 +1,18 @@
 """What `python -m jetserve.kernels` says."""
 
 import json
+import pkgutil
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from jetserve import kernels
 from jetserve.kernels import native, select
 from jetserve.kernels.report import Library, processor_features, report
 
-OPERATIONS = {"quantized_matmul", "embedding_lookup", "attention"}
+OPERATIONS = {info.name for info in pkgutil.iter_modules(kernels.__path__) if info.ispkg} - {"native"}
 
 
 def test_it_says_what_would_run() -> None:
@@ -22,6 +25,18 @@ def test_it_says_what_would_run() -> None:
         assert set(order[: order.index(choice.name)]) == set(choice.refused)
         assert all(choice.refused.values())
         assert f"  {name} " in str(found)
+
+
+def test_weights_of_four_bits_are_asked_about_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[str, str]] = set()
+    explain_prepare = select.explain_prepare
+    monkeypatch.setattr(
+        select,
+        "explain_prepare",
+        lambda op, weight: asked.add((op, str(jax.tree.leaves(weight)[0].dtype))) or explain_prepare(op, weight),
+    )
+    report()
+    assert asked == {(op, d) for op in ("quantized_matmul", "grouped_matmul") for d in ("float32", "int8", "int4")}
 
 
 def test_the_library_that_it_shows_is_the_one_that_runs() -> None:
@@ -40,7 +55,7 @@ def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     found = report()
     assert found.library == Library(error="Install g++")
     assert "  none: Install g++" in str(found)
-    attention = found.choices["attention, float pages"]
+    attention = found.choices["attention, float32 pages"]
     assert (attention.name, dict(attention.refused)) == ("xla", {"cpu": "the kernels for CPUs are not there"})
     assert found.choices["quantized_matmul, int4_blockwise"].name == "dequantized"
 
