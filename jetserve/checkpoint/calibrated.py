@@ -147,20 +147,21 @@ def _layer(
     layer: nnx.Module, parameters: Sequence[Parameter], calibration: Calibration, work: Work, finished: Finished
 ) -> Iterator[Made]:
     by_method = [p for p in parameters if work.targets[p.path].method == work.config.NAME]
-    done = {p.path: array for p in parameters if (array := finished(p.source)) is not None}
+    done = {p.source: array for p in parameters if (array := finished(p.source)) is not None}
     if work.config.scaling is not Scaling.NONE and len(done) < len(parameters):
         for parameter in parameters:
             give(parameter, work.reader.read(parameter.source).T)
         reader, remarks = scale_layer(layer, parameters, calibration, work.reader, work.targets, work.config)
         work = dataclasses.replace(work, reader=reader, remarks=remarks)
-    yield from _plainly([p for p in parameters if p not in by_method], work, finished)
+    yield from _plainly([p for p in parameters if p not in by_method], work, done.get)
     for parameter in by_method:
-        give(parameter, done.get(parameter.path, work.reader.read(parameter.source).T))
+        found = done.get(parameter.source)
+        give(parameter, work.reader.read(parameter.source).T if found is None else found)
     modules, stages = linears(layer), calibration.stages(layer)
     by_variable = {id(p.variable): p for p in parameters}
     groups = [[by_variable[id(modules[path].weight)] for path in stage] for stage in stages]
     met = {p.path for group in groups for p in group}
-    left = {p.path for p in by_method} - done.keys()
+    left = {p.path for p in by_method if p.source not in done}
     for parameter in by_method:
         if parameter.path in left - met:
             weight = _fall_back(parameter, NEVER_MET, work)
