@@ -259,7 +259,7 @@ def run(config: OfflineConfig, source: ModelSource, engine_config: EngineConfig,
     began = time.perf_counter()
     batch_size, input_tokens, output_tokens = engine_config.max_sequences, config.input_tokens, config.output_tokens
     _check(config, engine_config, max_length)
-    build.enable_compilation_cache(source.cache_dir)
+    build.use_cache_dir(source.cache_dir)
     loaded = build.load_source(source, engine_config, progress=_loading)
     length = input_tokens + output_tokens
     if length > loaded.config.max_position:

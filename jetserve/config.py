@@ -100,7 +100,8 @@ class ModelSource:
     own. `block_size`: weights a scale, for blockwise types. `symmetric`: None is the checkpoint's own, symmetric when
     quantizing. `quantize_recipe`: a file of rules for single tensors. `quantize_activation`: int8 activations in
     matmuls with quantized weights. `cpu_activation`: "int8" lets the CPU kernels quantize activations, a scale for
-    every 32; "float32" leaves them exact. `cache_dir`: where fetched models and compiled programs are kept.
+    every 32; "float32" leaves them exact. `cache_dir`: where fetched models, compiled programs and CPU kernels
+    are kept.
     """
 
     checkpoint_path: str | None = None

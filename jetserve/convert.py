@@ -24,6 +24,7 @@ from jetserve.checkpoint.native_writer import NativeWriter, check_output
 from jetserve.checkpoint.source import HostWeight, make_weight
 from jetserve.config import ConvertConfig
 from jetserve.conversion_plan import ConversionPlan, drawn, make_conversion_plan, type_table
+from jetserve.kernels import native
 from jetserve.method_config import ROUND_TO_NEAREST, AutoConfig, MethodConfig, RTNConfig
 from jetserve.models.base import Parameter
 from jetserve.quantize.qarray import QArray
@@ -239,6 +240,7 @@ def run(config: ConvertConfig) -> int:
       ValueError, RuntimeError, OSError: see `convert`, `read_rules`, `hub.local_path` and `default_model.fetch`.
     """
     wanted = config.source
+    native.use_cache_dir(wanted.cache_dir)
     if wanted.checkpoint_path is None:
         source = default_model.fetch(wanted.cache_dir)
     else:

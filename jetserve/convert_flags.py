@@ -1,12 +1,9 @@
 """The command line of `convert_checkpoints.py`, in `flags`' way."""
 
-from pathlib import Path
-
 from absl import flags
 
 from jetserve.config import EXPORT_FORMATS, ConvertConfig, ModelSource
-from jetserve.default_model import default_cache_dir
-from jetserve.flags import FLAGS, define, define_quantization, path_of, quantize_type
+from jetserve.flags import FLAGS, cache_dir, define, define_cache_dir, define_quantization, path_of, quantize_type
 from jetserve.method_config import (
     SMOOTHING,
     AutoConfig,
@@ -49,7 +46,7 @@ def define_convert() -> None:
     define(
         flags.DEFINE_bool, "dry_run", False, "Print what each tensor would become and the final size; write nothing."
     )
-    define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models.")
+    define_cache_dir("Where fetched models and the CPU kernels are kept")
 
 
 def define_method() -> None:
@@ -151,7 +148,7 @@ def convert_config() -> ConvertConfig:
         block_size=FLAGS.block_size,
         symmetric=FLAGS.symmetric,
         quantize_recipe=path_of(FLAGS.quantize_recipe),
-        cache_dir=Path(FLAGS.cache_dir).expanduser(),
+        cache_dir=cache_dir(),
     )
     return ConvertConfig(
         source=source,

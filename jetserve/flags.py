@@ -110,7 +110,7 @@ def define_model() -> None:
         "What the CPU kernels make of activations that meet quantized weights. int8: fast, a scale for every 32 of them"
         " (int16 where weights have 8 bits). float32: exact, about half as fast.",
     )
-    define(flags.DEFINE_string, "cache_dir", str(default_cache_dir()), "Fetched models and compiled programs.")
+    define_cache_dir("Where fetched models, compiled programs and the CPU kernels are kept")
 
 
 def define_engine() -> None:
@@ -286,7 +286,7 @@ def model_source() -> ModelSource:
         quantize_recipe=path_of(FLAGS.quantize_recipe),
         quantize_activation=FLAGS.quantize_activation,
         cpu_activation=FLAGS.cpu_activation,
-        cache_dir=Path(FLAGS.cache_dir).expanduser(),
+        cache_dir=cache_dir(),
     )
 
 
@@ -326,6 +326,16 @@ def sampling_defaults() -> SamplingDefaults:
         min_p=FLAGS.min_p,
         seed=FLAGS.seed,
     )
+
+
+def define_cache_dir(what: str) -> None:
+    """Where things are kept."""
+    define(flags.DEFINE_string, "cache_dir", None, f"{what} (unset: jetserve in XDG_CACHE_HOME, or in ~/.cache).")
+
+
+def cache_dir() -> Path:
+    """From `define_cache_dir`. Raises NoHomeError as `default_cache_dir` does."""
+    return path_of(FLAGS.cache_dir) or default_cache_dir()
 
 
 def path_of(value: str | None) -> Path | None:

@@ -14,12 +14,15 @@ import pytest
 from many_devices import environment_of_devices
 
 from jetserve import default_model
+from jetserve.kernels import native
 
 CACHE = default_model.default_cache_dir()
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+native.library()  # once a process, from the user's cache: tests name other folders for it
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs would ignore it
 

@@ -18,7 +18,7 @@ class Jetserve(protocol.PeerEngine):
         source = ModelSource(cache_dir=default_cache_dir(), quantize_type=quantize_type)
         cache = CacheConfig(prefix_caching=False)
         single, batch = (EngineConfig(max_sequences=size, cache=cache) for size in (1, limits["batch_size"]))
-        build.enable_compilation_cache(source.cache_dir)
+        build.use_cache_dir(source.cache_dir)
         loaded = build.load_source(source, single)
         self._engines = [
             build.make_engine(loaded, single, max_length=limits["prompt_length"]),

@@ -17,6 +17,7 @@ from jetserve.checkpoint.random_weights import random_model
 from jetserve.config import EngineConfig, ModelSource
 from jetserve.engine.engine import Engine
 from jetserve.engine.runner import Runner
+from jetserve.kernels import native
 from jetserve.models import base, presets
 from jetserve.parallel.mesh import make_mesh
 from jetserve.parallel.processes import Processes, Settings
@@ -30,8 +31,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_LENGTH = 2048
 
 
-def enable_compilation_cache(cache_dir: Path) -> None:
-    """Keeps compiled programs in JAX's persistent cache, so that a second start compiles nothing."""
+def use_cache_dir(cache_dir: Path) -> None:
+    """Keeps compiled programs, and the kernels for CPUs, in a folder, so that a second start compiles nothing."""
+    native.use_cache_dir(cache_dir)
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -193,7 +195,7 @@ def build_engine(
     Raises:
       ValueError: if `max_length` is more than the model was made for, or there is no tokenizer.
     """
-    enable_compilation_cache(source.cache_dir)
+    use_cache_dir(source.cache_dir)
     loaded = load_source(source, config, progress=progress)
     return make_engine(loaded, config, max_length=max_length, processes=processes)
 

@@ -42,7 +42,7 @@ def run(
     """
     _check(config)
     first = next(iter(sources.values()))
-    build.enable_compilation_cache(first.cache_dir)
+    build.use_cache_dir(first.cache_dir)
     text = None if config.text_file is None else perplexity.read_text(config.text_file)
     reference = None
     if config.reference_checkpoint is not None:

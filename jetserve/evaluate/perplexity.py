@@ -159,7 +159,7 @@ def run(
         raise ValueError(f"--window is {config.window}; expected at least 2: the first token of a window is given")
     if max_length is not None and config.window > max_length:
         raise ValueError(f"--window is {config.window}, but --max_cache_length is {max_length}; make one fit the other")
-    build.enable_compilation_cache(source.cache_dir)
+    build.use_cache_dir(source.cache_dir)
     loaded = build.load_source(source, engine_config, progress=loading("model"))
     tokenizer = build.tokenizer_of(loaded)
     windows = cut(encode(tokenizer, text), config.window, config.sampling.max_tokens, str(config.text_file))

@@ -98,7 +98,7 @@ def _load(source: ModelSource, config: EngineConfig, max_length: int | None, sta
     """An engine for one conversation, saying what is loaded as what."""
     status(f"Loading {build.model_name(source)} …")
     started = time.monotonic()
-    build.enable_compilation_cache(source.cache_dir)
+    build.use_cache_dir(source.cache_dir)
     config = dataclasses.replace(config, max_sequences=1)
     loaded = build.load_source(
         source,

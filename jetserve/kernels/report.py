@@ -21,7 +21,7 @@ FEATURES = (
 )
 """Of processors, as Linux names them, that kernels may care for."""
 T, N, K, H, PAGES, PAGE_SIZE = 4, 8, 4, 64, 8, 16
-D, OUT, EXPERTS = 256, 64, 2
+D, OUT, EXPERTS = 256, 128, 2
 """Sizes of the arguments that are asked about."""
 
 
@@ -107,15 +107,14 @@ def _library() -> Library:
 
 def _choices() -> Iterator[tuple[str, select.Choice]]:
     x, ids = jnp.zeros((T, D)), jnp.zeros(T, jnp.int32)
-    for name, weight in _weights(OUT).items():
+    sizes = jnp.full(EXPERTS, T // EXPERTS, jnp.int32)
+    for name, weight in _weights().items():
         prepared = select.explain_prepare("quantized_matmul", weight)
         w, refused = prepared.result, prepared.refused
         # Who refused to prepare a weight says why; that it does not know another's layout says less.
         yield f"quantized_matmul, {name}", _with(select.explain("quantized_matmul", x, w), refused)
         yield f"projections, {name}", _with(select.explain("projections", x, [w], [None]), refused)
         yield f"embedding_lookup, {name}", select.explain("embedding_lookup", ids, w, dtype=jnp.float32)
-    sizes = jnp.full(EXPERTS, T // EXPERTS, jnp.int32)
-    for name, weight in _weights(EXPERTS * OUT).items():
         prepared = select.explain_prepare("grouped_matmul", by_expert(weight, EXPERTS))
         grouped = select.explain("grouped_matmul", x, prepared.result, sizes)
         yield f"grouped_matmul, {name}", _with(grouped, prepared.refused)
@@ -139,9 +138,9 @@ def _choices() -> Iterator[tuple[str, select.Choice]]:
         yield f"attention, {name}", select.explain("attention", q, kv, kv, pages, batch, scale=1.0)
 
 
-def _weights(columns: int) -> dict[str, Weight]:
-    """A weight [D, columns] of every type, in the types that models hold them in."""
-    plain = jnp.zeros((D, columns))
+def _weights() -> dict[str, Weight]:
+    """A weight [D, OUT] of every type, in the types that models hold them in."""
+    plain = jnp.zeros((D, OUT))
     configs = {name: QuantizationConfig.from_name(name) for name in QUANTIZE_TYPES}
     activations = QuantizationConfig.from_name("int8_per_channel", quantize_activation=True)
     configs["int8_per_channel, int8 activations"] = activations

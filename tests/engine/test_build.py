@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from jetserve.config import EngineConfig, ModelSource
-from jetserve.engine.build import load_source, make_engine, model_name
+from jetserve.engine.build import load_source, make_engine, model_name, use_cache_dir
+from jetserve.kernels import native
 from jetserve.models import presets
 from jetserve.testing import make_tiny_checkpoint
 from jetserve.types import Request, SamplingParams
@@ -37,6 +38,17 @@ def test_a_preset_runs_with_random_weights(tmp_path: Path) -> None:
     prompt = tuple(engine.tokenizer.encode("a text", add_special_tokens=True))
     request = Request(request_id="0", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=4, ignore_eos=True))
     assert sum(len(output.token_ids) for output in engine.run([request])) == 4
+
+
+def test_programs_and_kernels_are_kept_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_cache_dir", None)
+    before = jax.config.jax_compilation_cache_dir
+    use_cache_dir(tmp_path)
+    try:
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        assert native.library_folder() == tmp_path / "kernels"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_checkpoint_must_agree_with_the_preset_that_is_named(tmp_path: Path) -> None:

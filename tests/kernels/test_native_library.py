@@ -1,6 +1,7 @@
 """Loading the C++ kernels, and what happens where they cannot be had."""
 
 import logging
+import pwd
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,18 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "library_folder", lambda: tmp_path)
 
 
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container has it that runs as a user whom it does not know."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+
+
 @pytest.mark.usefixtures("no_compiler", "load_again")
 def test_without_kernels_there_is_one_warning_and_other_code_runs(caplog: pytest.LogCaptureFixture) -> None:
     w = quantize(jnp.ones((64, 8)), QuantizationConfig(bits=8))
@@ -45,7 +58,15 @@ def test_a_folder_that_cannot_be_made_is_told_with_a_way_out(
     monkeypatch.setenv("CXX", "true")  # answers, and need not do more
     (tmp_path / "file").touch()
     monkeypatch.setattr(native, "library_folder", lambda: tmp_path / "file" / "kernels")
-    assert "Set XDG_CACHE_HOME" in load_again().error
+    assert "Set --cache_dir or XDG_CACHE_HOME" in load_again().error
+
+
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_is_told_what_to_set(
+    load_again: Callable[[], native.Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_cache_dir", None)
+    assert "set --cache_dir or XDG_CACHE_HOME" in load_again().error
 
 
 def test_a_library_that_cannot_be_loaded_is_told_with_the_reason(

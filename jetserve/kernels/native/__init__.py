@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from jetserve.default_model import default_cache_dir
+from jetserve.default_model import NoHomeError, default_cache_dir
 from jetserve.kernels.native import builder
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,19 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
+_cache_dir: Path | None = None
+"""In place of the default one."""
+
+
+def use_cache_dir(cache_dir: Path) -> None:
+    """Keeps the library in this folder. Takes effect before the library is loaded, which happens once."""
+    global _cache_dir
+    _cache_dir = cache_dir
+
+
 def library_folder() -> Path:
-    """Where libraries are kept."""
-    return default_cache_dir() / "kernels"
+    """Where libraries are kept. Raises NoHomeError if it was not told, and the user has no home."""
+    return (_cache_dir or default_cache_dir()) / "kernels"
 
 
 @functools.cache
@@ -58,10 +68,10 @@ def loaded() -> Loaded:
     try:
         path = builder.build(library_folder())
         return Loaded(library=load(path), path=path)
-    except builder.BuildError as error:
+    except (builder.BuildError, NoHomeError) as error:
         reason = str(error)
     except OSError as error:
-        reason = f"{error}. Set XDG_CACHE_HOME to a folder that libraries can be kept in and loaded from"
+        reason = f"{error}. Set --cache_dir or XDG_CACHE_HOME to a folder that libraries can be kept in and loaded from"
     logger.warning("the kernels for CPUs are not there, so XLA's own code runs, many times slower: %s", reason)
     return Loaded(error=reason)
 
