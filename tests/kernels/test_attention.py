@@ -256,6 +256,48 @@ def test_rows_of_zeros(name: str, int8: bool) -> None:
 
 
 @every_implementation
+@pytest.mark.parametrize("field", ["k", "v"])
+def test_nan_stays_nan_in_int8_pages(name: str, field: str) -> None:
+    case = Case(sequences=((0, 5),), int8=True)
+    problem = Problem.make(case)
+    setattr(problem, field, getattr(problem, field).at[0, :, 3].set(jnp.nan))
+    found, _ = problem.run(name, case)
+    assert np.isnan(found).any(axis=-1).all()
+
+
+def test_arrays_that_do_not_belong_together_are_refused() -> None:
+    """The kernel trusts their sizes."""
+    case = Case(sequences=((0, 5),))
+    for field, change in (
+        ("k", lambda a: a[:1]),
+        ("v", lambda a: a[:, :1]),
+        ("v", lambda a: a[..., :8]),
+        ("pages", lambda pages: dataclasses.replace(pages, values=pages.values[:, :, :2])),
+        ("batch", lambda batch: dataclasses.replace(batch, positions=batch.positions[:3])),
+    ):
+        problem = Problem.make(case)
+        setattr(problem, field, change(getattr(problem, field)))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="shapes differ"):
+            problem.run("cpu", case)
+
+
+def test_float16_pages_go_to_another_implementation() -> None:
+    case = Case(sequences=((0, 5),))
+    problem = Problem.make(case)
+    problem.pages = dataclasses.replace(problem.pages, values=problem.pages.values.astype(jnp.float16))
+    with pytest.raises(NotImplementedError, match="pages of float16"):
+        problem.run("cpu", case)
+
+
+@every_implementation
+@pytest.mark.parametrize("soft_cap", [3.0, 1e3, 1e6])
+def test_soft_caps_near_and_far(name: str, soft_cap: float) -> None:
+    case = Case(sequences=((3, 20),), soft_cap=soft_cap)
+    problem = Problem.make(case)
+    np.testing.assert_allclose(problem.run(name, case)[0], problem.expected(case), atol=1e-5)
+
+
+@every_implementation
 def test_what_padding_holds_does_not_matter(name: str) -> None:
     case = Case(sequences=((30, 1), (0, 10)), padding=9, empty=3)
     problem = Problem.make(case)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jetserve.kernels import select
-from jetserve.kernels.quantized_matmul import xla
+from jetserve.kernels.quantized_matmul import cpu, xla
 from jetserve.quantize.qarray import QArray, QuantizationConfig, dequantize, quantize
 from jetserve.testing import MatmulCase, quantized_matmul_cases
 
 CASES = quantized_matmul_cases()
+every_implementation = pytest.mark.parametrize("name", ["xla", "dequantized", "cpu"])
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
@@ -121,6 +122,69 @@ def test_activations_of_any_size(block_size: int | None) -> None:
     y = np.asarray(xla.run(x, w), np.float64)
     np.testing.assert_allclose(y[0] * 1e20, y[1], rtol=1e-4)
     np.testing.assert_allclose(y[2] * 1e-20, y[1], rtol=1e-4)
+
+
+every_weight = pytest.mark.parametrize(
+    "case",
+    [MatmulCase(bits=bits, block_size=block, rows=(5,)) for bits in (4, 8) for block in (None, 32)],
+    ids=lambda case: case.id,
+)
+
+
+@every_weight
+@pytest.mark.parametrize("exact_activations", [False, True])
+@pytest.mark.parametrize("size", [0, 1])
+def test_nan_stays_nan(case: MatmulCase, exact_activations: bool, size: int) -> None:
+    """One of a row, or the whole of it: what comes out is no number that could pass for an answer."""
+    x, w, _ = case.build()
+    x = x.at[1, : case.K if size else 1].set(jnp.nan).at[3, 2].set(jnp.inf)
+    y = np.asarray(cpu.run(x, cpu.prepare(w, exact_activations=exact_activations)))
+    assert np.isnan(y[1]).all()
+    assert not np.isfinite(y[3]).any()
+    assert np.isfinite(y[[0, 2, 4]]).all()
+
+
+@pytest.mark.parametrize("zero_point", [None, "real"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_outliers_cost_the_others_no_precision(zero_point: str | None, rows: int) -> None:
+    """Channels that are a thousand times greater, as trained models have them: at most one in 32 here."""
+    case = MatmulCase(bits=4, block_size=32, zero_point=zero_point, rows=(rows,), K=160, N=50)
+    x, w, _ = case.build()
+    scales = np.ones(case.K, np.float32)
+    scales[[5, 32, 159]] = [1000, 3000, -2000]
+    x = np.asarray(x) * scales
+    found, plain = (
+        np.asarray(cpu.run(jnp.asarray(part), cpu.prepare(w)), np.float64)
+        for part in (x, np.where(np.abs(scales) > 1, 0, x))
+    )
+    outliers = np.where(np.abs(scales) > 1, x, 0).astype(np.float64) @ np.asarray(dequantize(w), np.float64)
+    assert np.abs(outliers).max() > 100 * np.abs(plain).max()
+    assert (np.abs(found - plain - outliers) <= 1e-6 * np.abs(outliers).max()).all()
+
+
+def test_exact_activations_of_one_sign() -> None:
+    """The sum of stored values is great and that of the weights small: neither takes digits from the other."""
+    w = QArray(values=jnp.zeros((4096, 8), jnp.int4), scale=jnp.ones(8))
+    x = jnp.full((3, 4096), 1e8) + jnp.arange(4096)
+    np.testing.assert_array_equal(cpu.run(x, cpu.prepare(w, exact_activations=True)), 0)
+
+
+@every_implementation
+@pytest.mark.parametrize("lead", [(0,), (2, 0)])
+def test_no_rows(name: str, lead: tuple[int, ...]) -> None:
+    case = MatmulCase(bits=4, block_size=32)
+    prepared = select.prepare("quantized_matmul", case.build()[1], implementation=name)
+    x = jnp.zeros((*lead, case.K))
+    assert select.call("quantized_matmul", x, prepared, implementation=name).shape == (*lead, case.N)
+
+
+@pytest.mark.parametrize(("name", "change"), [("cpu", -1), ("cpu", 1), ("cpu", 32), ("xla", 1), ("dequantized", 1)])
+@pytest.mark.parametrize("block_size", [None, 32])
+def test_inputs_of_another_size_are_refused(name: str, block_size: int | None, change: int) -> None:
+    case = MatmulCase(bits=8, block_size=block_size, K=64)
+    prepared = select.prepare("quantized_matmul", case.build()[1], implementation=name)
+    with pytest.raises((ValueError, TypeError)):
+        select.call("quantized_matmul", jnp.ones((1, case.K + change)), prepared, implementation=name)
 
 
 def test_the_best_implementation_takes_every_weight() -> None:

@@ -31,6 +31,8 @@ def run(
     native.require_one_device()
     if q.shape[-1] % HEAD_SIZE_STEP:
         raise NotImplementedError(f"head size {q.shape[-1]} is not a multiple of {HEAD_SIZE_STEP}")
+    if pages.values.dtype not in TARGETS:
+        raise NotImplementedError(f"pages of {pages.values.dtype} are not among {', '.join(map(str, TARGETS))}")
     slopes = jnp.zeros(0, jnp.float32) if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
     page_scale = jnp.zeros(0, jnp.float32) if pages.scale is None else pages.scale
     call = jax.ffi.ffi_call(

@@ -101,11 +101,11 @@ inline void StoreRow(uint16_t* to, float*, const float* from, int64_t H) {
   for (int64_t i = 0; i < H; ++i) to[i] = ToBf16(from[i]);
 }
 inline void StoreRow(int8_t* to, float* scale, const float* from, int64_t H) {
-  float range = 0;
-  for (int64_t i = 0; i < H; ++i) range = std::max(range, std::fabs(from[i]));
-  float s = range == 0 ? 1.0f : range / 127;
-  for (int64_t i = 0; i < H; ++i) to[i] = static_cast<int8_t>(std::nearbyint(from[i] / s));
-  *scale = s;
+  float range = 0, poison = 0;  // NaN if a value is, or is infinite
+  for (int64_t i = 0; i < H; ++i) range = std::max(range, std::fabs(from[i])), poison += from[i] - from[i];
+  const float s = range == 0 ? 1.0f : range / 127;
+  for (int64_t i = 0; i < H; ++i) to[i] = poison == 0 ? static_cast<int8_t>(std::nearbyint(from[i] / s)) : 0;
+  *scale = s + poison;
 }
 
 inline const float* AsFloats(const float* row, float*, int64_t) { return row; }
@@ -151,12 +151,12 @@ void Load(const Batch& b, const Pages<Page>& pages, int64_t s, int64_t head, flo
   for (int64_t j = c.count; j < kChunk; ++j) c.k[j] = c.k[0], c.k_scale[j] = c.v_scale[j] = 0;
 }
 
-// c * tanh(x / c), for c > 0.
+// c * tanh(x / c), for c > 0. Near 0, where 1 - e would lose digits, by tanh's series.
 inline Vec8 SoftCap(Vec8 x, float c) {
-  Vec8 y = x * (1 / c);
-  Vec8 e = Exp((y < 0.0f ? y : -y) * 2.0f);
-  Vec8 t = (1.0f - e) / (1.0f + e) * c;
-  return y < 0.0f ? -t : t;
+  const Vec8 y = x * (1 / c), magnitude = y < 0.0f ? -y : y, square = y * y;
+  const Vec8 e = Exp(magnitude * -2.0f), far = (1.0f - e) / (1.0f + e) * c;
+  const Vec8 near = x * (1.0f - square * (1.0f / 3 - square * (2.0f / 15 - square * (17.0f / 315))));
+  return magnitude < 0.2f ? near : y < 0.0f ? -far : far;
 }
 
 // scores[j] of the first `seen` positions of the chunk, and up to 7 more that mean nothing.
@@ -298,11 +298,20 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buf
   if (b.H % 8 || b.K == 0 || b.N % b.K || (b.slopes && static_cast<int64_t>(slopes.element_count()) != b.N)) {
     return ffi::Error::InvalidArgument("found heads that the kernel does not take");
   }
-  if (!b.IsValid(values.dimensions()[0])) {
+  const auto is = [](const auto& a, std::initializer_list<int64_t> shape) {
+    return std::equal(a.dimensions().begin(), a.dimensions().end(), shape.begin(), shape.end());
+  };
+  const int64_t heads = 2 * b.K, pages_count = values.dimensions()[0];
+  const bool scaled = kType == ffi::S8;
+  if (!is(k, {b.T, b.K, b.H}) || !is(v, {b.T, b.K, b.H}) || !is(values, {pages_count, b.page_size, heads, b.H}) ||
+      (scaled && !is(scale, {pages_count, b.page_size, heads})) || !is(positions, {b.T}) || !is(query_starts, {b.S + 1})) {
+    return ffi::Error::InvalidArgument("found queries, keys, values, pages and a batch whose shapes differ");
+  }
+  if (!b.IsValid(pages_count)) {
     return ffi::Error::InvalidArgument("found a batch that points outside of its own tokens or the KV pages");
   }
   Pages<Page> pages{reinterpret_cast<Page*>(new_values->untyped_data()),
-                    scale.element_count() ? new_scale->typed_data() : nullptr};
+                    scaled ? new_scale->typed_data() : nullptr};
   Run(pool, b, pages, q.typed_data(), k.typed_data(), v.typed_data(), out->typed_data());
   return ffi::Error::Success();
 }

@@ -1,7 +1,8 @@
 // x [T, K] times packed quantized weights [K, N], several of them in one call.
 //
 // A weight is cut into tiles of kLanes columns, which lie one after the other. A tile is its blocks along K; a block is
-//   kLanes scales, then, where the weight has offsets, kLanes offsets: float32, or float16 where that is exact;
+//   kLanes scales, then, where the weight has offsets, as all of 4 bits have, kLanes of them: float32, or float16 where
+//   that is exact;
 //   steps of 32 along K, each of
 //     4 bits: 4 vectors of 32-bit lanes; byte 4c + i of vector j holds k = 8j + i of column c in its low nibble and
 //             k = 8j + 4 + i in its high one, as unsigned value + 8;
@@ -9,12 +10,17 @@
 // So one 32-bit lane is one column, and a broadcast of some activations meets as many weights of every column.
 //
 // y[n] = bias[n] + sum over blocks of scale[g, n] * (sum over k of q x) + offset[g, n] * (sum over k of x), where q is
-// the stored value and offset = -scale * (zero point + 8 or 0).
+// the stored value and offset = -scale * (zero point + 8 or 0). With float32 activations the 8 is taken off q first:
+// two great sums whose difference is small would lose digits.
 //
 // Activations are float32, or integers with a scale for each step of 32: int8 for 4-bit weights. 8-bit ones get int16,
-// which costs no more: their products with int8 do not fit the 16 bits that the instruction has for them.
+// which costs no more: their products with int8 do not fit the 16 bits that the instruction has for them. One that
+// stands out among the 32 stays float32 and meets its weights by itself: in int8 it would take the others' precision
+// away, and models have channels that do so at every token (Dettmers et al., "LLM.int8()", 2022).
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <vector>
 
 #include "common.h"
@@ -23,10 +29,18 @@ namespace jetserve {
 namespace {
 
 constexpr int kStep = 32;
+constexpr int kBias4 = 8;  // that 4-bit values are stored with
 constexpr int kMaxRows = 4;  // that share the loading of a weight
 constexpr int kTiles = 2;    // that share the loading of an activation
 constexpr int kAhead = 1024;  // bytes that weights are fetched ahead of their use
+constexpr float kOutlier = 3;  // times the greatest of the others
 constexpr int kPanel = 256;  // vectors of a tile that are unpacked at once, to stay in the nearest cache
+
+// Where a tile holds what belongs to one k: bytes from the tile's start, and bits.
+struct Place {
+  int64_t block, vector;
+  int shift;
+};
 
 struct Weight {
   Weight(const uint8_t* data, int64_t N, int64_t steps, int64_t block_steps, int bits, bool is_half, bool has_offset)
@@ -43,9 +57,17 @@ struct Weight {
   const float* bias = nullptr;  // [N], or null
   float* y = nullptr;           // [T, N]
   const float* sums = nullptr;  // of x over the blocks, as `BlockSums` lays them out; null without offsets
+  std::vector<Place> channels;  // of outliers
 
   VecF Scale(const uint8_t* block) const { return is_half ? LoadHalf(block) : LoadF(reinterpret_cast<const float*>(block)); }
   VecF Offset(const uint8_t* block) const { return Scale(block + kLanes * (is_half ? 2 : 4)); }
+
+  // For 4 bits.
+  Place Find(int64_t k) const {
+    const int64_t step = k / kStep, block = step / block_steps * block_bytes;
+    return {block, block + head_bytes + step % block_steps * step_bytes + k % kStep / 8 * 4 * kLanes,
+            static_cast<int>(k % 4 * 8 + k % 8 / 4 * 4)};
+  }
 };
 
 // By whole vectors: what is cleared in halves cannot be read back at once.
@@ -180,7 +202,9 @@ struct Float {
         for (int j = 0; j < 4; ++j) {
           VecI v = LoadI(step + 4 * kLanes * j);
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) put(8 * j + i, (v >> (8 * i)) & 15), put(8 * j + 4 + i, (v >> (8 * i + 4)) & 15);
+          for (int i = 0; i < 4; ++i) {
+            put(8 * j + i, ((v >> (8 * i)) & 15) - kBias4), put(8 * j + 4 + i, ((v >> (8 * i + 4)) & 15) - kBias4);
+          }
         }
       } else {
 #pragma GCC unroll 16
@@ -193,6 +217,12 @@ struct Float {
   };
 };
 
+// An activation that is not among the quantized ones: of `channels[channel]`.
+struct Outlier {
+  int64_t channel;
+  float x;
+};
+
 // x as the arithmetic wants it. Rows lie in groups of `rows`, the last one padded; within a group a step of 32 of each
 // row follows the same one of the row before, so that one pointer walks them all.
 template <typename Value>
@@ -201,14 +231,29 @@ struct Activations {
   std::vector<Value> values;    // [groups, steps, rows, 32], K padded to whole steps
   std::vector<float> scale;     // [groups, steps, rows]; none for float
   std::vector<float> step_sum;  // [groups, steps, rows], of x as the values say it
+  std::vector<std::vector<Outlier>> outliers;  // [T] rows of them; none but for int8
+  std::vector<int64_t> channels;  // k's that have any
 
   Activations(int64_t T, int64_t steps)
       : T(T), steps(steps), rows(std::min<int64_t>(T == 3 ? 4 : T, kMaxRows)), values(Groups() * steps * rows * kStep),
-        scale(std::is_same_v<Value, float> ? 0 : Groups() * steps * rows), step_sum(Groups() * steps * rows) {}
+        scale(std::is_same_v<Value, float> ? 0 : Groups() * steps * rows), step_sum(Groups() * steps * rows),
+        outliers(std::is_same_v<Value, int8_t> ? T : 0) {}
 
   int64_t Groups() const { return (T + rows - 1) / rows; }
   // Of a step of row t, among all steps of all rows.
   int64_t Index(int64_t t, int64_t step) const { return (t / rows * steps + step) * rows + t % rows; }
+
+  // Numbers the channels of outliers, which hold their k until now.
+  void NumberChannels() {
+    std::vector<int64_t> numbers(outliers.empty() ? 0 : steps * kStep, -1);
+    for (std::vector<Outlier>& row : outliers) {
+      for (Outlier& outlier : row) {
+        int64_t& number = numbers[outlier.channel];
+        if (number < 0) number = channels.size(), channels.push_back(outlier.channel);
+        outlier.channel = number;
+      }
+    }
+  }
 };
 
 // Rounds to the nearest integer, to even where two are as near. |x| < 2^22.
@@ -217,16 +262,38 @@ inline VecI Round(VecF x) {
   return reinterpret_cast<VecI>(x + kMagic) - reinterpret_cast<VecI>(Splat(kMagic));
 }
 
-template <typename Value, int kTop>
-void QuantizeStep(const float* x, Value* values, float* scale, float* sum) {
-  VecF most = {};
-  for (int i = 0; i < kStep; i += kLanes) {
-    VecF v = LoadF(x + i), magnitude = v < 0 ? -v : v;
-    most = magnitude > most ? magnitude : most;
+// The greatest magnitude among 32 activations, and the greatest of the others. Both are NaN if any is, or is infinite.
+struct Range {
+  float most, next;
+
+  explicit Range(const float* x) {
+    VecF top = {}, second = {}, poison = {};  // by lanes
+    for (int i = 0; i < kStep; i += kLanes) {
+      const VecF v = LoadF(x + i), magnitude = v < 0 ? -v : v, least = magnitude < top ? magnitude : top;
+      top = magnitude > top ? magnitude : top;
+      second = least > second ? least : second;
+      poison += v - v;
+    }
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) {
+        const float other = top[i + half], least = std::min(top[i], other);
+        second[i] = std::max({second[i], second[i + half], least});
+        top[i] = std::max(top[i], other);
+      }
+    }
+    const float none = Sum(poison);  // 0, or NaN
+    most = top[0] + none, next = second[0] + none;
   }
-  float range = 0;
-  for (int i = 0; i < kLanes; ++i) range = std::max(range, most[i]);
-  const float inverse = range > 0 ? kTop / range : 0;
+};
+
+template <typename Value, int kTop>
+void QuantizeStep(const float* x, float range, Value* values, float* scale, float* sum) {
+  const float inverse = kTop / range;
+  if (!(inverse < std::numeric_limits<float>::infinity())) {  // next to nothing, or NaN
+    std::fill_n(values, kStep, Value{0});
+    *scale = *sum = range * 0;
+    return;
+  }
   VecI total = {};
   for (int i = 0; i < kStep; i += kLanes) {
     VecI q = Round(LoadF(x + i) * inverse);
@@ -249,10 +316,10 @@ Activations<typename Rows<1>::Value> Prepare(ffi::ThreadPool& pool, const float*
       const int64_t index = out.Index(t, s);
       const int64_t valid = std::min<int64_t>(kStep, K - s * kStep);
       const float* from = x + t * K + s * kStep;
-      float padded[kStep];
+      float copy[kStep];
       if (valid < kStep) {
-        std::fill(std::copy_n(from, valid, padded), padded + kStep, 0.0f);
-        from = padded;
+        std::fill(std::copy_n(from, valid, copy), copy + kStep, 0.0f);
+        from = copy;
       }
       Value* to = &out.values[index * kStep];
       if constexpr (kIsFloat) {
@@ -261,10 +328,19 @@ Activations<typename Rows<1>::Value> Prepare(ffi::ThreadPool& pool, const float*
         for (int i = 0; i < kStep; i += kLanes) sum += LoadF(from + i);
         out.step_sum[index] = Sum(sum);
       } else {
-        QuantizeStep<Value, static_cast<int>(Rows<1>::kTop)>(from, to, &out.scale[index], &out.step_sum[index]);
+        Range range(from);
+        if (!out.outliers.empty() && range.most > kOutlier * range.next) {
+          if (from != copy) std::copy_n(from, kStep, copy);
+          float* found = std::find_if(copy, copy + kStep, [&](float v) { return std::abs(v) == range.most; });
+          out.outliers[t].push_back({s * kStep + (found - copy), *found});
+          *found = 0, range.most = range.next;
+          from = copy;
+        }
+        QuantizeStep<Value, static_cast<int>(Rows<1>::kTop)>(from, range.most, to, &out.scale[index], &out.step_sum[index]);
       }
     }
   });
+  out.NumberChannels();
   return out;
 }
 
@@ -290,13 +366,24 @@ inline VecF Get(const float* y, int64_t columns) {
   return value;
 }
 
+// The weights of outliers' channels: [C, channels] of tiles that follow each other.
+inline void UnpackChannels(const Weight& w, int64_t tile, int C, VecF* out) {
+  for (const uint8_t* data = w.data + tile * w.tile_bytes; C > 0; --C, data += w.tile_bytes) {
+    for (const Place& place : w.channels) {
+      const uint8_t* block = data + place.block;
+      const VecF row = ToFloat((LoadI(data + place.vector) >> place.shift) & 15) * w.Scale(block);
+      *out++ = w.has_offset ? row + w.Offset(block) : row;
+    }
+  }
+}
+
 // C tiles of columns for a group of R rows, over steps [first, last) of K. Adds to y, which the first panel sets.
 //
 // `unpacked` holds the vectors of those steps, kPanel apart from tile to tile, if `kIsUnpacked`; else they are unpacked
 // on the way, which a few rows do not make worth storing. `kIsOneStep`: a block is one step.
 template <template <int> typename Rows, int R, int C, bool kIsUnpacked, bool kIsOneStep>
 void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group, int64_t first,
-          int64_t last, const VecI* unpacked) {
+          int64_t last, const VecI* unpacked, const VecF* channels) {
   using Kind = Rows<R * C>;
   constexpr bool kIsFloat = std::is_same_v<typename Kind::Value, float>;
   const int64_t columns = std::min<int64_t>(kLanes, w.N - (tile + C - 1) * kLanes);  // of the last tile
@@ -307,6 +394,16 @@ void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Val
   for (int c = 0; c < C; ++c) {
     const VecF bias = w.bias && !first ? Get(w.bias + (tile + c) * kLanes, width(c)) : VecF{};
     for (int r = 0; r < R; ++r) total[r * C + c] = first && r < rows ? Get(at(w.y, r, c), width(c)) : bias;
+  }
+  if (!first && !x.channels.empty()) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      if (r == rows) break;
+      for (auto [channel, v] : x.outliers[group * R + r]) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) total[r * C + c] += channels[c * x.channels.size() + channel] * v;
+      }
+    }
   }
   int64_t step = first, g = first / w.block_steps;
   const typename Kind::Value* values = x.values.data() + (group * w.steps + first) * R * kStep;
@@ -357,7 +454,8 @@ void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Val
         for (int r = 0; r < R; ++r) total[r * C + c] += part[r * C + c] * s;
       }
       if (!w.has_offset || step < block_end) continue;
-      const VecF o = w.Offset(block + c * w.tile_bytes);
+      VecF o = w.Offset(block + c * w.tile_bytes);
+      if (kIsFloat && Kind::kBits == 4) o += w.Scale(block + c * w.tile_bytes) * static_cast<float>(kBias4);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) total[r * C + c] += o * sum[r];
     }
@@ -371,11 +469,11 @@ void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Val
 // `Tile` for the blocks that the weight has.
 template <template <int> typename Rows, int R, int C, bool kIsUnpacked>
 void AnyTile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group, int64_t first,
-             int64_t last, const VecI* unpacked) {
+             int64_t last, const VecI* unpacked, const VecF* channels) {
   if constexpr (Rows<1>::kBlocksAreShort) {
-    if (w.block_steps == 1) return Tile<Rows, R, C, kIsUnpacked, true>(w, tile, x, group, first, last, unpacked);
+    if (w.block_steps == 1) return Tile<Rows, R, C, kIsUnpacked, true>(w, tile, x, group, first, last, unpacked, channels);
   }
-  Tile<Rows, R, C, kIsUnpacked, false>(w, tile, x, group, first, last, unpacked);
+  Tile<Rows, R, C, kIsUnpacked, false>(w, tile, x, group, first, last, unpacked, channels);
 }
 
 // The vectors of steps [first, last) of a tile.
@@ -395,13 +493,14 @@ void Unpack(const Weight& w, int64_t tile, int64_t first, int64_t last, VecI* ou
 // C tiles for groups [group, last_group) of rows.
 template <template <int> typename Rows, int C>
 void TileGroups(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group,
-                int64_t last_group) {
+                int64_t last_group, VecF* channels) {
   constexpr int64_t kSteps = kPanel / Rows<1>::kVectors;
   alignas(64) VecI unpacked[C * kPanel];
+  UnpackChannels(w, tile, C, channels);
   for (int64_t first = 0; first < w.steps; first += kSteps) {
     const int64_t last = std::min(w.steps, first + kSteps);
     for (int c = 0; c < C; ++c) Unpack<Rows<1>>(w, tile + c, first, last, unpacked + c * kPanel);
-    for (int64_t g = group; g < last_group; ++g) AnyTile<Rows, kMaxRows, C, true>(w, tile, x, g, first, last, unpacked);
+    for (int64_t g = group; g < last_group; ++g) AnyTile<Rows, kMaxRows, C, true>(w, tile, x, g, first, last, unpacked, channels);
   }
 }
 
@@ -409,11 +508,19 @@ void TileGroups(const Weight& w, int64_t tile, const Activations<typename Rows<1
 template <template <int> typename Rows>
 void Tiles(const Weight& w, int64_t tile, int64_t last, const Activations<typename Rows<1>::Value>& x, int64_t group,
            int64_t last_group) {
+  std::vector<VecF> room(kTiles * w.channels.size());
+  VecF* channels = room.data();
   for (; tile < last; ++tile) {
-    if (x.rows == 1) AnyTile<Rows, 1, 1, false>(w, tile, x, 0, 0, w.steps, nullptr);
-    else if (x.rows == 2) AnyTile<Rows, 2, 1, false>(w, tile, x, 0, 0, w.steps, nullptr);
-    else if (last - tile >= kTiles) TileGroups<Rows, kTiles>(w, tile++, x, group, last_group);
-    else TileGroups<Rows, 1>(w, tile, x, group, last_group);
+    if (x.rows <= 2) UnpackChannels(w, tile, 1, channels);
+    if (x.rows == 1) {
+      AnyTile<Rows, 1, 1, false>(w, tile, x, 0, 0, w.steps, nullptr, channels);
+    } else if (x.rows == 2) {
+      AnyTile<Rows, 2, 1, false>(w, tile, x, 0, 0, w.steps, nullptr, channels);
+    } else if (last - tile >= kTiles) {
+      TileGroups<Rows, kTiles>(w, tile++, x, group, last_group, channels);
+    } else {
+      TileGroups<Rows, 1>(w, tile, x, group, last_group, channels);
+    }
   }
 }
 
@@ -450,6 +557,7 @@ void Multiply(ffi::ThreadPool& pool, std::vector<Weight>& weights, const float* 
   std::vector<std::vector<float>> sums(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
     if (weights[i].has_offset) weights[i].sums = BlockSums(rows, weights[i].block_steps, sums[i]);
+    for (int64_t k : rows.channels) weights[i].channels.push_back(weights[i].Find(k));
   }
   const std::vector<Task> tasks = Split(weights, rows.Groups(), pool.num_threads());
   ParallelFor(pool, tasks.size(), [&](int64_t i) {
@@ -464,8 +572,8 @@ enum Attribute : int { kBits, kBlock, kIsHalf, kHasOffset, kAttributes };
 // The weight that a packed array holds, or an error where the array's size is not what the attributes say.
 ffi::ErrorOr<Weight> AsWeight(ffi::Buffer<ffi::U8> data, ffi::Span<const int64_t> attributes, int64_t K, int64_t N) {
   const int64_t bits = attributes[kBits], block = attributes[kBlock], padded = (K + kStep - 1) / kStep * kStep;
-  if ((bits != 4 && bits != 8) || block <= 0 || block % kStep || padded % block) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("found bits, a block size or K that the layout does not have"));
+  if ((bits != 4 && bits != 8) || (bits == 4 && !attributes[kHasOffset]) || block <= 0 || block % kStep || padded % block) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("found bits, a block size, no offsets or K that the layout does not have"));
   }
   if (reinterpret_cast<uintptr_t>(data.untyped_data()) % 4) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("found a packed weight that is not aligned to 4 bytes"));
@@ -502,6 +610,7 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remain
     (w->bits == 4 ? narrow : wide).push_back(*w);
   }
   const float* rows = x.typed_data();
+  if (K == 0) return ffi::Error::InvalidArgument("found rows of no inputs");
   if (T == 0) return ffi::Error::Success();
   if (!narrow.empty()) {
     (quantize_activation ? Multiply<Int8> : Multiply<Float<4>::Rows>)(pool, narrow, rows, T, K);

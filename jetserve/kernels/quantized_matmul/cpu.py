@@ -6,6 +6,7 @@ Activations are quantized unless they are to stay exact: with a scale for every 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -40,7 +41,7 @@ class PackedWeight:
       block_size: g; for per-channel weights the padded K.
       shape: (K, N), without padding.
       is_half: whether scales and offsets are float16.
-      has_offset: whether there are offsets, -scale * (zero point + bias).
+      has_offset: whether there are offsets, -scale * (zero point + bias). Weights of 4 bits have them.
       quantize_activation: whether activations are quantized.
     """
 
@@ -69,6 +70,8 @@ def prepare(weight: Weight, *, exact_activations: bool = False) -> PackedWeight:
         raise NotImplementedError("the weight has leading axes")
     if weight.input_order is not None:
         raise NotImplementedError("the weight takes its inputs in another order")
+    if 0 in weight.shape:
+        raise NotImplementedError("the weight is empty")
     if weight.block_size is not None and weight.block_size % STEP:
         raise NotImplementedError(f"block size {weight.block_size} is not a multiple of {STEP}")
     K, N = weight.shape
@@ -79,7 +82,7 @@ def prepare(weight: Weight, *, exact_activations: bool = False) -> PackedWeight:
     shift = np.full_like(scale, INT4_BIAS if weight.bits == 4 else 0)
     if weight.zero_point is not None:
         shift += np.asarray(weight.zero_point, np.float32)
-    heads = [scale, -scale * shift] if np.any(shift) else [scale]
+    heads = [scale, -scale * shift] if weight.bits == 4 or np.any(shift) else [scale]
     is_half = all(_fits_half(head) for head in heads)
     block_size = weight.block_size or padded
     blocks = padded // block_size
@@ -139,9 +142,11 @@ def multiply(
     if len({(w.quantize_activation, w.shape[0]) for w in packed}) > 1:
         raise NotImplementedError("the weights differ in how they take activations")
     K = packed[0].shape[0]
-    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    if rows.shape[1] < K:  # blocks of zeros have been added to the weights
-        rows = jnp.pad(rows, ((0, 0), (0, K - rows.shape[1])))
+    missing = K - x.shape[-1]  # blocks of zeros may have been added to the weights
+    if missing < 0 or any(missing % w.block_size for w in packed):
+        raise ValueError(f"x has {x.shape[-1]} inputs; expected {K}, as the weight has rows")
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
+    rows = jnp.pad(rows, ((0, 0), (0, missing)))
     nothing = jnp.zeros(0, jnp.float32)
     operands = [
         operand
@@ -157,4 +162,4 @@ def multiply(
         attributes=np.array([w.attributes for w in packed], np.int64).reshape(-1),
         quantize_activation=packed[0].quantize_activation,
     )
-    return [y.reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype) for y in results]
+    return [y.reshape(*x.shape[:-1], y.shape[-1]).astype(out_dtype or x.dtype) for y in results]

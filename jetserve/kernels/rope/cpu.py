@@ -16,5 +16,5 @@ def run(
     native.require_one_device()
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (q, k)]
     call = jax.ffi.ffi_call("jetserve_rope", results, input_output_aliases={0: 0, 1: 1})
-    rotated = call(q.astype(jnp.float32), k.astype(jnp.float32), positions, inverse_frequencies)
+    rotated = call(q.astype(jnp.float32), k.astype(jnp.float32), positions, inverse_frequencies.astype(jnp.float32))
     return rotated[0].astype(q.dtype), rotated[1].astype(k.dtype)
