@@ -33,7 +33,8 @@ class Program:
       temp_bytes: of what a step needs besides, and what it returns without the pages, which it updates in place.
       collectives: how many of each kind.
       collective_bytes: that a device sends for them in all.
-      cycles: that the compiler expects.
+      cycles: that the compiler expects, without
+      kernel_bytes: that kernels read of which it knows no cycles.
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class Program:
     collectives: Mapping[str, int]
     collective_bytes: float
     cycles: int
+    kernel_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -95,6 +97,7 @@ def compile_step(placed: Placed, *, tokens: int, sequences: int, decode: bool) -
         collectives=dict(collections.Counter(c.kind for c in found_collectives)),
         collective_bytes=sum(c.bytes_sent(placed.mesh.size) for c in found_collectives),
         cycles=hlo.cycles(text, unknown_trips=-(-placed.config.max_length // KV_CHUNK)),
+        kernel_bytes=hlo.kernel_bytes(text),
     )
 
 
@@ -127,6 +130,7 @@ def compile_layers(placed: Placed, *, tokens: int, sequences: int, decode: bool)
         collectives={kind: grown(one.collectives.get(kind, 0), two.collectives.get(kind, 0)) for kind in kinds},
         collective_bytes=grown(one.collective_bytes, two.collective_bytes),
         cycles=grown(one.cycles, two.cycles),
+        kernel_bytes=grown(one.kernel_bytes, two.kernel_bytes),
     )
 
 

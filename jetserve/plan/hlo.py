@@ -17,6 +17,7 @@ _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _WHILE = re.compile(r" while\(.*?body=%?(?P<body>[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_READ = re.compile(r'"hbm_bytes":"(\d+)"')
 _SENT: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -56,8 +57,13 @@ def _arrays(match: re.Match[str]) -> list[tuple[str, str]]:
     return _ARRAY.findall(match["result"])
 
 
+def kernel_bytes(text: str) -> int:
+    """Read by kernels whose cycles nobody knows, by what they say in their metadata."""
+    return sum(int(found) for found in _READ.findall(text))
+
+
 def cycles(text: str, unknown_trips: int) -> int:
-    """That the compiler expects of all parts, one after the other.
+    """That the compiler expects of all parts, one after the other, and kernels that say so of themselves.
 
     Args:
       text: of the program.

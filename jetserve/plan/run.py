@@ -154,4 +154,5 @@ def _prefill_speed(config: PlanConfig, topology: Topology, placed: Placed, progr
 
 def _milliseconds(program: Program, topology: Topology) -> float:
     """That the compiler expects a program to take."""
-    return 1e3 * program.cycles / topology.chip.hertz
+    chip = topology.chip
+    return 1e3 * (program.cycles / chip.hertz + program.kernel_bytes / chip.hbm_bytes_per_second)

@@ -21,6 +21,10 @@ ENTRY %main (x: bf16[8,64]) -> bf16[8,64] {
   %r = bf16[8,64]{1,0:T(8,128)(2,1)} all-reduce(%f), replica_groups={{0,1,2,3}}
   %s = (s8[16], s8[64]) all-gather-start(%q), dimensions={0}
   %d = s8[64] all-gather-done(%s)
+  %k = f32[8] custom-call(%r), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"estimated_cycles":"20000",
+"hbm_bytes":"64"
+}}
   %w1 = f32[8] while(%r), condition=%c, body=%counted
 }
 """
@@ -33,4 +37,8 @@ def test_collectives() -> None:
 
 
 def test_cycles_of_loops_count_as_often_as_they_run() -> None:
-    assert hlo.cycles(TEXT, unknown_trips=2) == 1000 + 2 * (100 + 3 * 10)
+    assert hlo.cycles(TEXT, unknown_trips=2) == 1000 + 20000 + 2 * (100 + 3 * 10)
+
+
+def test_bytes_that_kernels_say_they_read() -> None:
+    assert hlo.kernel_bytes(TEXT) == 64
