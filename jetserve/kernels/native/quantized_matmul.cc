@@ -366,24 +366,13 @@ inline VecF Get(const float* y, int64_t columns) {
   return value;
 }
 
-// The weights of outliers' channels: [C, channels] of tiles that follow each other.
-inline void UnpackChannels(const Weight& w, int64_t tile, int C, VecF* out) {
-  for (const uint8_t* data = w.data + tile * w.tile_bytes; C > 0; --C, data += w.tile_bytes) {
-    for (const Place& place : w.channels) {
-      const uint8_t* block = data + place.block;
-      const VecF row = ToFloat((LoadI(data + place.vector) >> place.shift) & 15) * w.Scale(block);
-      *out++ = w.has_offset ? row + w.Offset(block) : row;
-    }
-  }
-}
-
 // C tiles of columns for a group of R rows, over steps [first, last) of K. Adds to y, which the first panel sets.
 //
 // `unpacked` holds the vectors of those steps, kPanel apart from tile to tile, if `kIsUnpacked`; else they are unpacked
 // on the way, which a few rows do not make worth storing. `kIsOneStep`: a block is one step.
 template <template <int> typename Rows, int R, int C, bool kIsUnpacked, bool kIsOneStep>
 void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group, int64_t first,
-          int64_t last, const VecI* unpacked, const VecF* channels) {
+          int64_t last, const VecI* unpacked) {
   using Kind = Rows<R * C>;
   constexpr bool kIsFloat = std::is_same_v<typename Kind::Value, float>;
   const int64_t columns = std::min<int64_t>(kLanes, w.N - (tile + C - 1) * kLanes);  // of the last tile
@@ -394,16 +383,6 @@ void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Val
   for (int c = 0; c < C; ++c) {
     const VecF bias = w.bias && !first ? Get(w.bias + (tile + c) * kLanes, width(c)) : VecF{};
     for (int r = 0; r < R; ++r) total[r * C + c] = first && r < rows ? Get(at(w.y, r, c), width(c)) : bias;
-  }
-  if (!first && !x.channels.empty()) {
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      if (r == rows) break;
-      for (auto [channel, v] : x.outliers[group * R + r]) {
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) total[r * C + c] += channels[c * x.channels.size() + channel] * v;
-      }
-    }
   }
   int64_t step = first, g = first / w.block_steps;
   const typename Kind::Value* values = x.values.data() + (group * w.steps + first) * R * kStep;
@@ -469,11 +448,11 @@ void Tile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Val
 // `Tile` for the blocks that the weight has.
 template <template <int> typename Rows, int R, int C, bool kIsUnpacked>
 void AnyTile(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group, int64_t first,
-             int64_t last, const VecI* unpacked, const VecF* channels) {
+             int64_t last, const VecI* unpacked) {
   if constexpr (Rows<1>::kBlocksAreShort) {
-    if (w.block_steps == 1) return Tile<Rows, R, C, kIsUnpacked, true>(w, tile, x, group, first, last, unpacked, channels);
+    if (w.block_steps == 1) return Tile<Rows, R, C, kIsUnpacked, true>(w, tile, x, group, first, last, unpacked);
   }
-  Tile<Rows, R, C, kIsUnpacked, false>(w, tile, x, group, first, last, unpacked, channels);
+  Tile<Rows, R, C, kIsUnpacked, false>(w, tile, x, group, first, last, unpacked);
 }
 
 // The vectors of steps [first, last) of a tile.
@@ -493,14 +472,31 @@ void Unpack(const Weight& w, int64_t tile, int64_t first, int64_t last, VecI* ou
 // C tiles for groups [group, last_group) of rows.
 template <template <int> typename Rows, int C>
 void TileGroups(const Weight& w, int64_t tile, const Activations<typename Rows<1>::Value>& x, int64_t group,
-                int64_t last_group, VecF* channels) {
+                int64_t last_group) {
   constexpr int64_t kSteps = kPanel / Rows<1>::kVectors;
   alignas(64) VecI unpacked[C * kPanel];
-  UnpackChannels(w, tile, C, channels);
   for (int64_t first = 0; first < w.steps; first += kSteps) {
     const int64_t last = std::min(w.steps, first + kSteps);
     for (int c = 0; c < C; ++c) Unpack<Rows<1>>(w, tile + c, first, last, unpacked + c * kPanel);
-    for (int64_t g = group; g < last_group; ++g) AnyTile<Rows, kMaxRows, C, true>(w, tile, x, g, first, last, unpacked, channels);
+    for (int64_t g = group; g < last_group; ++g) AnyTile<Rows, kMaxRows, C, true>(w, tile, x, g, first, last, unpacked);
+  }
+}
+
+// Adds what outliers contribute to a tile of y, for rows [first, last). `room` is for a vector a channel.
+template <typename Value>
+void AddOutliers(const Weight& w, int64_t tile, const Activations<Value>& x, int64_t first, int64_t last, VecF* room) {
+  const uint8_t* data = w.data + tile * w.tile_bytes;
+  for (size_t i = 0; i < w.channels.size(); ++i) {
+    const Place& place = w.channels[i];
+    room[i] = ToFloat((LoadI(data + place.vector) >> place.shift) & 15) * w.Scale(data + place.block);
+    room[i] += w.Offset(data + place.block);
+  }
+  const int64_t columns = std::min<int64_t>(kLanes, w.N - tile * kLanes);
+  for (int64_t t = first; t < last; ++t) {
+    float* y = w.y + t * w.N + tile * kLanes;
+    VecF total = Get(y, columns);
+    for (auto [channel, value] : x.outliers[t]) total += room[channel] * value;
+    Put(y, total, columns);
   }
 }
 
@@ -508,18 +504,16 @@ void TileGroups(const Weight& w, int64_t tile, const Activations<typename Rows<1
 template <template <int> typename Rows>
 void Tiles(const Weight& w, int64_t tile, int64_t last, const Activations<typename Rows<1>::Value>& x, int64_t group,
            int64_t last_group) {
-  std::vector<VecF> room(kTiles * w.channels.size());
-  VecF* channels = room.data();
-  for (; tile < last; ++tile) {
-    if (x.rows <= 2) UnpackChannels(w, tile, 1, channels);
-    if (x.rows == 1) {
-      AnyTile<Rows, 1, 1, false>(w, tile, x, 0, 0, w.steps, nullptr, channels);
-    } else if (x.rows == 2) {
-      AnyTile<Rows, 2, 1, false>(w, tile, x, 0, 0, w.steps, nullptr, channels);
-    } else if (last - tile >= kTiles) {
-      TileGroups<Rows, kTiles>(w, tile++, x, group, last_group, channels);
-    } else {
-      TileGroups<Rows, 1>(w, tile, x, group, last_group, channels);
+  std::vector<VecF> room(w.channels.size());
+  while (tile < last) {
+    const int count = x.rows > 2 && last - tile >= kTiles ? kTiles : 1;
+    if (x.rows == 1) AnyTile<Rows, 1, 1, false>(w, tile, x, 0, 0, w.steps, nullptr);
+    else if (x.rows == 2) AnyTile<Rows, 2, 1, false>(w, tile, x, 0, 0, w.steps, nullptr);
+    else if (count == kTiles) TileGroups<Rows, kTiles>(w, tile, x, group, last_group);
+    else TileGroups<Rows, 1>(w, tile, x, group, last_group);
+    for (const int64_t end = tile + count; tile < end; ++tile) {
+      if (room.empty()) continue;
+      AddOutliers(w, tile, x, group * x.rows, std::min(x.T, last_group * x.rows), room.data());
     }
   }
 }
@@ -573,7 +567,7 @@ enum Attribute : int { kBits, kBlock, kIsHalf, kHasOffset, kAttributes };
 ffi::ErrorOr<Weight> AsWeight(ffi::Buffer<ffi::U8> data, ffi::Span<const int64_t> attributes, int64_t K, int64_t N) {
   const int64_t bits = attributes[kBits], block = attributes[kBlock], padded = (K + kStep - 1) / kStep * kStep;
   if ((bits != 4 && bits != 8) || (bits == 4 && !attributes[kHasOffset]) || block <= 0 || block % kStep || padded % block) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("found bits, a block size, no offsets or K that the layout does not have"));
+    return ffi::Unexpected(ffi::Error::InvalidArgument("found bits, offsets, a block size or K that the layout does not have"));
   }
   if (reinterpret_cast<uintptr_t>(data.untyped_data()) % 4) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("found a packed weight that is not aligned to 4 bytes"));
