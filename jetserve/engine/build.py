@@ -3,13 +3,12 @@
 import dataclasses
 import logging
 import os
-import tempfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from jetserve import convert, default_model
+from jetserve import convert, default_model, making
 from jetserve.checkpoint import hub, load
 from jetserve.checkpoint.load import LoadedModel, Progress, silent
 from jetserve.checkpoint.manifest import FORMAT_VERSION
@@ -133,22 +132,17 @@ def _default_checkpoint(source: ModelSource) -> tuple[ModelSource, Path]:
     form = "" if recipe.linear is None else f"-{recipe.linear.block_size}-{recipe.linear.symmetric}"
     path = gguf.parent / f"{quantize_type}{form}-{FORMAT_VERSION}"
     if not path.exists():
-        logger.info("converting the default model to %s, once, into %s", quantize_type, path)
-        # Another process may be at it: each works in a folder of its own, and the first to end wins.
-        with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
-            made = Path(folder) / path.name
-            convert.convert(
-                gguf,
-                made,
-                quantize_type=quantize_type,
-                block_size=source.block_size,
-                symmetric=source.symmetric,
-            )
-            try:
-                os.rename(made, path)
-            except OSError:
-                if not path.exists():
-                    raise
+        with making.room(gguf.parent, "fetching the default model or converting it") as room:
+            if not path.exists():
+                logger.info("converting the default model to %s, once, into %s", quantize_type, path)
+                convert.convert(
+                    gguf,
+                    room / path.name,
+                    quantize_type=quantize_type,
+                    block_size=source.block_size,
+                    symmetric=source.symmetric,
+                )
+                os.rename(room / path.name, path)
     return dataclasses.replace(source, quantize_type=None, block_size=None, symmetric=None), path
 
 

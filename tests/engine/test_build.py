@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jetserve import default_model, making
 from jetserve.config import EngineConfig, ModelSource
 from jetserve.engine.build import load_source, make_engine, model_name, use_cache_dir
 from jetserve.kernels import native
@@ -49,6 +50,22 @@ def test_programs_and_kernels_are_kept_in_the_cache_folder(tmp_path: Path, monke
         assert native.library_folder() == tmp_path / "kernels"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.slow
+def test_the_default_model_is_converted_once_and_what_a_killed_process_left_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = make_tiny_checkpoint(tmp_path / "fetched")
+    monkeypatch.setattr(default_model, "fetch", lambda cache_dir: fetched)
+    (tmp_path / f"{making.ROOM_PREFIX}killed").mkdir()
+    source = ModelSource(quantize_type="int8_per_channel", cache_dir=tmp_path)
+    written = []
+    for _ in range(2):
+        assert load_source(source, EngineConfig(), devices=jax.devices()[:1]).quantize_type == "int8_per_channel"
+        (made,) = (path for path in tmp_path.iterdir() if path.name not in ("fetched", making.LOCK))
+        written.append((made.name, made.stat().st_mtime_ns))
+    assert written[0] == written[1]
 
 
 def test_a_checkpoint_must_agree_with_the_preset_that_is_named(tmp_path: Path) -> None:

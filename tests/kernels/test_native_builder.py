@@ -1,13 +1,12 @@
 """Building the C++ kernels, by a compiler that makes nothing: once, whole or not at all, and found again."""
 
-import fcntl
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from jetserve import making
 from jetserve.kernels.native import builder
 
 WORKS = """#!/bin/sh
@@ -64,7 +63,7 @@ def test_a_build_is_kept_and_leaves_nothing_else(install: Callable[..., Path], f
     first = builder.build(folder)
     assert builder.build(folder) == first
     assert builds(program) == 1
-    assert names(folder) == {first.name, builder.LOCK}
+    assert names(folder) == {first.name, making.LOCK}
 
 
 def test_another_version_or_other_flags_are_another_library(install: Callable[..., Path], folder: Path) -> None:
@@ -111,7 +110,7 @@ def test_a_build_that_fails_says_why_and_leaves_nothing(install: Callable[..., P
     with pytest.raises(builder.BuildError) as raised:
         builder.build(folder)
     assert str(raised.value) == f"{program} failed with status 3: 3\n4\n5\n6\nboom"
-    assert names(folder) == {builder.LOCK}
+    assert names(folder) == {making.LOCK}
 
 
 def test_without_a_compiler_the_error_names_what_to_install(programs: Path, folder: Path) -> None:
@@ -158,34 +157,25 @@ def test_a_compiler_that_cxx_names_and_is_not_there_is_told(
         builder.build(folder)
 
 
-def test_of_several_builders_one_builds_and_the_others_wait(
+def test_what_another_process_built_meanwhile_is_used(
     install: Callable[..., Path], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = install()
-    folder.mkdir()
-    waiting = threading.Semaphore(0)
-    monkeypatch.setattr(builder.logger, "info", lambda message, *_: "waiting" in message and waiting.release())
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(builder.build(folder))) for _ in range(2)]
-    with (folder / builder.LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for thread in threads:
-            thread.start()
-        for _ in threads:
-            assert waiting.acquire(timeout=60)
-        assert builds(program) == 0
-    for thread in threads:
-        thread.join()
-    assert found == [found[0]] * 2
+    find = builder._find
+    looks: list[Path | None] = []
+
+    def find_and_be_late(*args: object) -> Path | None:
+        looks.append(find(*args))
+        if len(looks) == 1:
+            builder.build(folder)
+        return looks[0]
+
+    monkeypatch.setattr(builder, "_find", find_and_be_late)
+    assert builder.build(folder).exists()
     assert builds(program) == 1
 
 
-def test_what_killed_builders_left_goes_and_so_do_the_oldest_libraries(
-    install: Callable[..., Path], folder: Path
-) -> None:
+def test_the_oldest_libraries_go(install: Callable[..., Path], folder: Path) -> None:
     install()
-    left = folder / f"{builder.ROOM_PREFIX}killed"
-    left.mkdir(parents=True)
-    (left / "half.o").touch()
     paths = [builder.build(folder, extra_flags=(f"-D{i}",)) for i in range(builder.KEPT + 2)]
-    assert names(folder) == {builder.LOCK, *(path.name for path in paths[2:])}
+    assert names(folder) == {making.LOCK, *(path.name for path in paths[2:])}

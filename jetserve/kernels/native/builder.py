@@ -6,9 +6,7 @@ is told from a whole one, and one that was built elsewhere is found where there 
 the kernels compute, nor of how they are loaded.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import logging
 import os
@@ -16,13 +14,13 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jaxlib
+
+from jetserve import making
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +33,6 @@ KEPT = 8
 """Libraries in the folder, the newest: of other versions, compilers and processors. Who lacks one builds it again."""
 MESSAGE_LINES = 5
 """Of the compiler's last ones, that an error repeats."""
-LOCK = "lock"
-ROOM_PREFIX = "building-"
 
 
 class BuildError(RuntimeError):
@@ -155,33 +151,17 @@ def _is_whole(path: Path) -> bool:
     return path.stem.rsplit("-", 1)[-1] == _digest(path.read_bytes())
 
 
-@contextlib.contextmanager
-def _only_builder(folder: Path) -> Iterator[None]:
-    """Holds the folder against other builders, after waiting for the one that holds it now."""
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process, which builds the kernels for CPUs in %s", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _build_once(folder: Path, inputs: str, compiler: Compiler, flags: tuple[str, ...]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    with _only_builder(folder):
+    with making.room(folder, f"building the kernels for CPUs in {folder}") as room:
         for path in _named(folder, inputs, compiler.digest):
             if _is_whole(path):
                 return path
             logger.warning("%s is damaged, so the kernels for CPUs are built again", path)
             path.unlink()
         logger.info("building the kernels for CPUs in %s, once: about half a minute", folder)
-        for left in folder.glob(f"{ROOM_PREFIX}*"):  # by builders that were killed
-            shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=ROOM_PREFIX) as room:
-            made = _compile(Path(room), compiler, flags)
-            path = folder / f"kernels-{inputs}-{compiler.digest}-{_digest(made.read_bytes())}.so"
-            os.replace(made, path)
+        made = _compile(room, compiler, flags)
+        path = folder / f"kernels-{inputs}-{compiler.digest}-{_digest(made.read_bytes())}.so"
+        os.replace(made, path)
         for old in _named(folder)[KEPT:]:
             old.unlink()
     return path
