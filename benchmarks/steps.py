@@ -48,7 +48,7 @@ def milliseconds(runner: Runner, sequences: int, tokens: int, rounds: int) -> fl
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        runner._run_model(batch).block_until_ready()
+        runner.compute(batch).block_until_ready()
         times.append(time.perf_counter() - start)
     return 1e3 * statistics.median(times[1:])  # the first one compiles
 
