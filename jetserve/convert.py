@@ -225,6 +225,12 @@ def export(
                 f"{source} has no linear layer in 4 or 8 bits, and is not to get one; expected some, for that is what"
                 f" {output_format} is. Ask for a quantize type"
             )
+        stacked = [parameter.source for parameter in plan.parameters if parameter.origin.stacked]
+        if stacked:
+            raise ValueError(
+                f"{source} is of a model with all experts in one tensor ({stacked[0]} is part of one), for which"
+                f" {output_format} has no form. Convert to jetserve's format"
+            )
         tokenizer = plan.reader.tokenizer()
         windows = _windows(plan, method, tokenizer)
         for parameter, weight in _weights(plan, plan.parameters, method, windows, progress):

@@ -2,7 +2,7 @@
 
 Owns which files make up such a checkpoint and their consistency. Presents every float tensor of the shards as it stands
 there, and every quantized layer by its weight; which of them a model wants is not known here, nor how layers are packed
-(`gptq`, `awq`, `compressed_tensors`).
+(`gptq`, `awq`, `compressed_tensors`, `mxfp4`).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jetserve.checkpoint import awq, compressed_tensors, gptq
+from jetserve.checkpoint import awq, compressed_tensors, gptq, mxfp4
 from jetserve.checkpoint.base import CheckpointError, SourceKind, TensorInfo
 from jetserve.checkpoint.files import (
     check_rows,
@@ -33,7 +33,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SHARD_PATTERN = "model-*-of-*.safetensors"
 
-_PACKED_FORMATS = {module.METHOD: module for module in (gptq, awq, compressed_tensors)}
+_PACKED_FORMATS = {module.METHOD: module for module in (gptq, awq, compressed_tensors, mxfp4)}
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 
 

@@ -5,9 +5,10 @@ its inputs, and every kind of quantization has its scales within rows, so both a
 Knows no format.
 """
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def stored_transposed(reader: CheckpointReader, name: str, origin: Origin) -> bo
 def renamed(reader: CheckpointReader, weights: Weights) -> CheckpointReader:
     """The source with the names that a model's `WEIGHTS` gives its tensors.
 
-    Checkpoints saved without their output head lack the first word of all names; some tensors have an alias.
+    Checkpoints saved without their output head lack the first word of all names; some tensors have an alias. Those of
+    all experts are shown as matrices, each expert's rows after those of the one before.
     """
     sources = [Source(entry) if isinstance(entry, str) else entry for entry in weights.values()]
     embedding = next(source.name for path, source in zip(weights, sources, strict=True) if path == "embed.weight")
@@ -45,13 +47,19 @@ def renamed(reader: CheckpointReader, weights: Weights) -> CheckpointReader:
     usual = {name: name if prefixed or name in known else f"{prefix}.{name}" for name in reader.tensors}
     for source in sources:
         if source.alias is not None:
-            pattern = re.compile(re.escape(source.alias).replace(r"\{i\}", r"(\d+)"))
             for name, found in usual.items():
-                if match := pattern.fullmatch(found):
+                if match := _pattern(source.alias).fullmatch(found):
                     usual[name] = source.name.replace("{i}", match[1])
-    if all(name == found for name, found in usual.items()):
-        return reader
-    return _RenamedReader(reader, {found: name for name, found in usual.items()})
+    if any(name != found for name, found in usual.items()):
+        reader = _RenamedReader(reader, {found: name for name, found in usual.items()})
+    patterns = [_pattern(source.name) for source in sources if source.stacked]
+    stacked = {name for name in reader.tensors if any(p.fullmatch(name) for p in patterns)}
+    return _FlatReader(reader, stacked) if stacked else reader
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Matches a name of a `WEIGHTS` table in any layer."""
+    return re.compile(re.escape(name).replace(r"\{i\}", r"(\d+)"))
 
 
 class ReaderOver:
@@ -113,6 +121,41 @@ class _RenamedReader(ReaderOver):
 
     def quantized_bits(self, name: str) -> int | None:
         return self._reader.quantized_bits(self._names[name])
+
+
+class _FlatReader(ReaderOver):
+    """Shows some float tensors of all experts, [E, K, N] and [E, N], as [E * N, K] and [E * N]."""
+
+    def __init__(self, reader: CheckpointReader, stacked: Set[str]) -> None:
+        super().__init__(reader)
+        infos = {name: reader.tensors[name] for name in stacked}
+        self._stacked = {name for name, info in infos.items() if not info.quantized and len(info.shape) > 1}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: dataclasses.replace(info, shape=_flat(info.shape)) if name in self._stacked else info
+            for name, info in reader.tensors.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        return self.read_rows(name, 0, self.tensors[name].shape[0])
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        if name not in self._stacked:
+            return self._reader.read_rows(name, start, stop)
+        N = self._reader.tensors[name].shape[-1]
+        first = start // N
+        experts = self._reader.read_rows(name, first, -(-stop // N))
+        rows = experts.swapaxes(1, -1).reshape(-1, *experts.shape[1:-1])
+        return rows[start - first * N : stop - first * N]
+
+    def read_quantized(self, name: str) -> QArray | None:
+        return None if name in self._stacked else self._reader.read_quantized(name)
+
+    def quantized_bits(self, name: str) -> int | None:
+        return None if name in self._stacked else self._reader.quantized_bits(name)
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0] * shape[-1], *shape[1:-1])
 
 
 class _PartsReader(ReaderOver):

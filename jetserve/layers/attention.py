@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,13 @@ from jetserve.kernels.attention import KVPages, RaggedBatch
 from jetserve.layers.linear import Linear, project
 from jetserve.layers.norm import HeadNorms, RMSNorm
 from jetserve.layers.rope import Rope
+
+
+class Sinks(nnx.Module):
+    """A score for every query head, [N], of a place that every query sees and nothing is read from (gpt-oss 2025)."""
+
+    def __init__(self, heads: int) -> None:
+        self.bias: nnx.Param[Any] = nnx.Param(jax.ShapeDtypeStruct((heads,), jnp.float32))
 
 
 class Attention(nnx.Module):
@@ -25,6 +33,7 @@ class Attention(nnx.Module):
       alibi_slopes: one for each query head, see `alibi_slopes`; None for no bias of distance.
       q_norm, k_norm: over a head where their size is H, over all heads together where it is that of all; `HeadNorms`
         over each with a scale of its own.
+      sinks: see `Sinks`; None for none.
     """
 
     def __init__(
@@ -40,6 +49,7 @@ class Attention(nnx.Module):
         alibi_slopes: tuple[float, ...] | None = None,
         q_norm: RMSNorm | HeadNorms | None = None,
         k_norm: RMSNorm | HeadNorms | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         self.q = Linear("D -> N H", sizes, bias=qkv_bias)
         self.k = Linear("D -> K H", sizes, bias=qkv_bias)
@@ -53,6 +63,7 @@ class Attention(nnx.Module):
         self.scale = self.head_size**-0.5 if scale is None else scale
         self.soft_cap = soft_cap
         self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
 
     def __call__(self, x: jax.Array, batch: RaggedBatch, pages: KVPages) -> tuple[jax.Array, KVPages]:
         """[T, D] -> [T, D], and the layer's pages with this batch's keys and values in them."""
@@ -73,6 +84,7 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
             alibi_slopes=None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32),
+            sinks=None if self.sinks is None else self.sinks.bias.get_value().astype(jnp.float32),
         )
         return self.o(out.reshape(T, -1)), pages
 

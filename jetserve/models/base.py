@@ -8,6 +8,7 @@ of files.
 import dataclasses
 import enum
 import importlib
+import math
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
@@ -111,10 +112,11 @@ class Source:
       name: Hugging Face's, `{i}` for the layer. With the small letter of an axis, it is the tensors of all of them
         together: `{e}` of all experts, `{n}` of all query heads.
       part: of a tensor that fuses several parameters: its place among them, from 0. Their sizes are the parameters'.
-      per: the letter of what the fused parts are repeated for: "K" for [q k v] of one KV head, then of the next. None
-        is all of one part, then all of the next.
+      per: the letters of what the fused parts are repeated for: "K" for [q k v] of one KV head, then of the next; "EF"
+        for a row of each part in turn, in all experts. None is all of one part, then all of the next.
       transposed: whether its floats stand as [K, N], against Hugging Face's custom (the Conv1D of GPT-2).
       alias: another name that the tensor has in some checkpoints.
+      stacked: whether it holds all experts, on an axis of its own ahead; their floats stand as [E, K, N].
     """
 
     name: str
@@ -122,6 +124,7 @@ class Source:
     per: str | None = None
     transposed: bool = False
     alias: str | None = None
+    stacked: bool = False
 
 
 Weights = Mapping[str, str | Source]
@@ -141,7 +144,7 @@ class Origin:
       names: of the tensors; several are those of the experts, or of the heads.
       height: rows of each tensor.
       start, stop, group: see above.
-      transposed: see `Source`.
+      transposed, stacked: see `Source`.
     """
 
     names: tuple[str, ...]
@@ -150,6 +153,7 @@ class Origin:
     stop: int
     group: int
     transposed: bool = False
+    stacked: bool = False
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """The rows of the tensors taken as one that are rows [start, stop) of the parameter's, in order."""
@@ -232,7 +236,9 @@ def parameters(model: Model, weights: Weights) -> list[Parameter]:
                 shape=shape,
                 axes=axes,
                 linear=linear,
-                output_axes=module.axes.output if isinstance(module, Linear) else _norm_axes(path, shape, model.config),
+                output_axes=module.axes.output
+                if isinstance(module, Linear)
+                else _vector_axes(path, shape, model.config),
                 role=_role(axes),
                 variable=variable,
             )
@@ -241,8 +247,10 @@ def parameters(model: Model, weights: Weights) -> list[Parameter]:
     return sorted(placed, key=lambda p: [int(part) if part.isdigit() else -1 for part in p.path.split(".")][:2])
 
 
-def _norm_axes(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[tuple[str, int], ...]:
-    """Of a norm's scale; that of all KV heads together goes with them where devices repeat them."""
+def _vector_axes(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[tuple[str, int], ...]:
+    """Of a norm's scale, and of sinks; that of all KV heads together goes with them where devices repeat them."""
+    if path.endswith(".sinks.bias"):
+        return (("N", shape[-1]),)
     heads = ("K", config.sizes["K"]), ("H", config.sizes["H"])
     if path.endswith(".k_norm.scale") and shape[-1] == heads[0][1] * heads[1][1]:
         return heads
@@ -273,7 +281,7 @@ def _origin(
     """Where a parameter stands, by the parameters that share its tensor."""
     fused = [(s.part, p) for s, p in found if s.name == source.name] if source.part is not None else [(0, parameter)]
     heights = [p.shape[-1] for _, p in sorted(fused, key=lambda entry: entry[0] or 0)]
-    repeats = 1 if source.per is None else sizes[source.per]
+    repeats = math.prod(sizes[letter] for letter in source.per or "")
     if {part for part, _ in fused} != set(range(len(fused))) or any(height % repeats for height in heights):
         raise ValueError(
             f"the model's WEIGHTS table takes {source.name} for {', '.join(p.path for _, p in fused)}, with {heights}"
@@ -289,4 +297,5 @@ def _origin(
         stop=start + parameter.shape[-1] // repeats,
         group=sum(heights) // repeats,
         transposed=source.transposed,
+        stacked=source.stacked,
     )

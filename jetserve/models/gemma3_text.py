@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jetserve.layers.attention import Attention
-from jetserve.models import decoder, gemma2, llama, qwen3
+from jetserve.models import base, decoder, gemma2, llama, qwen3
 
 WEIGHTS = {**qwen3.WEIGHTS, **gemma2.WEIGHTS}
 
@@ -18,6 +18,7 @@ class Config(gemma2.Config):
 
     @classmethod
     def fields(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        base.check_switches(hf, {"attn_logit_softcapping": None})  # transformers has the key and leaves it out
         layers = hf["num_hidden_layers"]
         period = hf.get("sliding_window_pattern") or 6
         kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)]

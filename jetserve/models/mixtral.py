@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jetserve.layers.moe import MoE
+from jetserve.layers.moe import GatedExperts, MoE
 from jetserve.models import llama
 from jetserve.models.base import Source
 
@@ -49,7 +49,7 @@ class Model(llama.Model):
         assert isinstance(config, Config)
         return MoE(
             config.sizes,
+            experts=GatedExperts(config.sizes, activation=config.activation),
             experts_per_token=config.experts_per_token,
-            activation=config.activation,
             normalized=True,
         )

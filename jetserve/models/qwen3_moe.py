@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jetserve.layers.mlp import GatedMLP
-from jetserve.layers.moe import MoE
+from jetserve.layers.moe import GatedExperts, MoE
 from jetserve.models import llama, qwen3
 from jetserve.models.base import Source
 
@@ -63,9 +63,10 @@ class Model(qwen3.Model):
         assert isinstance(config, Config)
         if not config.sparse[i]:
             return super().mlp(config, i)
+        sizes = {**config.sizes, "F": config.expert_size}
         return MoE(
-            {**config.sizes, "F": config.expert_size},
+            sizes,
+            experts=GatedExperts(sizes, activation=config.activation),
             experts_per_token=config.experts_per_token,
-            activation=config.activation,
             normalized=config.normalized,
         )

@@ -17,7 +17,7 @@ from jetserve.layers.attention import Attention
 from jetserve.layers.block import Block, ParallelBlock
 from jetserve.layers.linear import Linear
 from jetserve.layers.mlp import MLP, GatedMLP
-from jetserve.layers.moe import Experts, GatedExperts, MoE
+from jetserve.layers.moe import Experts, GatedExperts, MoE, SharedMoE
 from jetserve.layers.norm import LayerNorm, RMSNorm
 
 Producer = RMSNorm | LayerNorm | Linear
@@ -90,7 +90,7 @@ def _folds(module: nnx.Module) -> Iterator[Fold]:
             yield _after_norm(module.mlp_norm, module.mlp)
         case Attention():
             yield Fold(producer=module.v, consumers=(module.o,), channels=_shared_heads(module))
-        case GatedMLP() | GatedExperts():
+        case GatedMLP() | GatedExperts(proportional=True):
             yield _one_to_one(module.up, module.down)
         case MLP() if module.activation in HOMOGENEOUS:
             yield _one_to_one(module.up, module.down)
@@ -112,6 +112,9 @@ def _first(module: nnx.Module) -> list[Linear]:
             return [module.gate, module.up]
         case MLP():
             return [module.up]
+        case SharedMoE():
+            mixture = [module.router, module.experts.gate, module.experts.up]
+            return [*mixture, module.shared.gate, module.shared.up, module.shared_gate]
         case MoE():
             return [module.router, module.experts.gate, module.experts.up]
     raise TypeError(f"{type(module).__name__} after a norm; nothing is known of the linear layers in it")

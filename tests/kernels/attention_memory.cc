@@ -13,7 +13,7 @@ struct Case {
   int64_t N = 4, K = 2, H = 24, page_size = 16, padding = 0;
   int64_t window = 0;
   float cap = 0;
-  bool alibi = false;
+  bool alibi = false, sinks = false;
 };
 
 // One call. Before it, `spoil` may break the batch.
@@ -21,7 +21,7 @@ template <typename Page, ffi::DataType kType>
 struct Call {
   Case c;
   int64_t S, T, P, pages;
-  Array<float> q, k, v, scale, slopes, out;
+  Array<float> q, k, v, scale, slopes, sinks, out;
   Array<Page> values;
   Array<int32_t> positions, starts, table;
 
@@ -40,7 +40,7 @@ struct Call {
       : c(given), S(c.old.size()), T(Tokens(c)), P(PagesEach(c)), pages(S * P + 1),
         q({T, c.N, c.H}, 0.5f), k({T, c.K, c.H}, 0.25f), v({T, c.K, c.H}, 1.0f),
         scale({kType == ffi::S8 ? pages : 0, c.page_size, 2 * c.K}, 1.0f), slopes({c.alibi ? c.N : 0}, 0.1f),
-        out({T, c.N, c.H}), values({pages, c.page_size, 2 * c.K, c.H}, static_cast<Page>(kType == ffi::BF16 ? 0x3f80 : 1)),
+        sinks({c.sinks ? c.N : 0}, -30.0f), out({T, c.N, c.H}), values({pages, c.page_size, 2 * c.K, c.H}, static_cast<Page>(kType == ffi::BF16 ? 0x3f80 : 1)),
         positions({T}), starts({S + 1}), table({S, P}) {
     int32_t t = 0;
     for (int64_t s = 0; s < S; ++s) {
@@ -57,11 +57,12 @@ struct Call {
     ffi::Buffer<kType> paged(&values.buffer);
     return AttentionImpl<Page, kType>(
         threads.pool, floats(q), floats(k), floats(v), paged, floats(scale), numbers(positions), numbers(starts),
-        numbers(table), floats(slopes), floats(out), paged, floats(scale), 0.125f, c.cap, c.window);
+        numbers(table), floats(slopes), floats(sinks), floats(out), paged, floats(scale), 0.125f, c.cap, c.window);
   }
 };
 
-// All values are 1, in the pages and in the batch, so every result of a token is, and that of padding 0.
+// All values are 1, in the pages and in the batch, so every result of a token is, and that of padding 0. Sinks weigh next
+// to nothing.
 template <typename Page, ffi::DataType kType>
 void Check(const Case& c) {
   Call<Page, kType> call(c);
@@ -88,7 +89,7 @@ int Main() {
   cases[1].H = 8, cases[1].page_size = 1;
   cases[2].N = 20, cases[2].K = 1, cases[2].padding = 7;
   cases[3].window = 3;
-  cases[4].cap = 2, cases[4].alibi = true;
+  cases[4].cap = 2, cases[4].alibi = true, cases[4].sinks = true;
   cases[5].H = 256, cases[5].old = {0}, cases[5].fresh = {2};
   cases[6].old = {}, cases[6].fresh = {}, cases[6].padding = 0;
   cases[7].old = {}, cases[7].fresh = {}, cases[7].padding = 3;

@@ -30,6 +30,7 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
+    sinks: bool = False
     int8: bool = False
     dtype: str = "float32"
 
@@ -39,7 +40,7 @@ class Case:
         sequences = ",".join(f"{old}+{new}" for old, new in self.sequences)
         extra = [f"window{self.sliding_window}"] if self.sliding_window else []
         extra += [f"cap{self.soft_cap}"] if self.soft_cap else []
-        extra += [name for name in ("padding", "empty", "alibi", "int8") if getattr(self, name)]
+        extra += [name for name in ("padding", "empty", "alibi", "sinks", "int8") if getattr(self, name)]
         return "-".join([sequences, heads, f"p{self.page_size}", self.dtype, *extra])
 
     @property
@@ -50,6 +51,11 @@ class Case:
             if self.alibi
             else None
         )
+
+    @property
+    def sink_scores(self) -> np.ndarray | None:
+        """float32 [N], below and above those of the keys."""
+        return np.linspace(-3, 6, self.heads, dtype=np.float32) if self.sinks else None
 
 
 CASES = [
@@ -82,6 +88,8 @@ CASES = [
     Case(sequences=((300, 1), (5, 9)), soft_cap=0.5, page_size=16, int8=True),
     Case(sequences=((300, 1), (290, 20)), soft_cap=30.0, alibi=True, sliding_window=20, page_size=16),
     Case(sequences=((40, 1), (0, 30)), soft_cap=3.0, alibi=True, int8=True),
+    Case(sequences=((40, 1), (0, 30), (11, 12)), sinks=True, empty=1, padding=3),
+    Case(sequences=((300, 1), (290, 20)), sinks=True, sliding_window=20, page_size=16, int8=True),
     Case(sequences=((30, 1), (0, 23)), dtype="bfloat16"),
     Case(sequences=((30, 1), (0, 23)), dtype="bfloat16", int8=True),
 ]
@@ -161,6 +169,7 @@ class Problem:
             "sliding_window": case.sliding_window,
             "soft_cap": case.soft_cap,
             "alibi_slopes": None if case.slopes is None else jnp.asarray(case.slopes),
+            "sinks": None if case.sink_scores is None else jnp.asarray(case.sink_scores),
         }
 
         def call(*args: object) -> tuple[jax.Array, KVPages]:
@@ -190,7 +199,10 @@ class Problem:
                 if case.slopes is not None:
                     scores += case.slopes[:, None].astype(np.float64) * (np.arange(first, position + 1) - position)
                 weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-                weights /= weights.sum(axis=-1, keepdims=True)
+                total = weights.sum(axis=-1)
+                if case.sink_scores is not None:
+                    total += np.exp(case.sink_scores - scores.max(axis=-1))
+                weights /= total[:, None]
                 rows.append(np.einsum("nc,cnh->nh", weights, value[seen]))
             start += new
         return np.stack(rows)

@@ -17,7 +17,12 @@ STEPS = [[Piece(sequence=0, start=0, stop=28)], [Piece(sequence=0, start=28, sto
 
 
 @pytest.mark.parametrize(
-    ("name", "experts"), [*((name, 1) for name in FIRST), ("mixtral-plain", 4), ("qwen3_moe-plain", 8)]
+    ("name", "experts"),
+    [
+        *((name, 1) for name in FIRST),
+        *((name, 4) for name in ("mixtral-plain", "gpt_oss-plain", "qwen2_moe-plain")),
+        ("qwen3_moe-plain", 8),
+    ],
 )
 def test_sharded_is_unsharded(name: str, experts: int, tmp_path: Path) -> None:
     assert jax.device_count() == 8

@@ -20,7 +20,9 @@ from jetserve.quantize.recipe_file import parse_rules
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output_format", ["gptq", "compressed-tensors"])
-@pytest.mark.parametrize("name", ["phi3-plain", "gpt_neox-plain", "falcon-newer", "gpt2-plain", "mixtral-plain"])
+@pytest.mark.parametrize(
+    "name", ["phi3-plain", "gpt_neox-plain", "falcon-newer-untied-linear_rope", "gpt2-plain", "mixtral-plain"]
+)
 def test_fused_tensors_and_experts_read_back(name: str, output_format: str, tmp_path: Path) -> None:
     make(name, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "native", quantize_type="int4_blockwise", block_size=32, progress=list)
@@ -46,4 +48,11 @@ def test_parts_of_one_tensor_in_different_types_are_refused(tmp_path: Path) -> N
     settings = {"quantize_type": "int4_blockwise", "block_size": 32, "rules": rules}
     with pytest.raises(CheckpointError, match=r"qkv_proj\.weight holds several .* in 2 different ways"):
         export(tmp_path / "hf", tmp_path / "out", "gptq", **settings, progress=list)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    make("gpt_oss-plain", tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"all experts in one tensor \(model.layers.0.mlp.experts.*gptq has no form"):
+        export(tmp_path / "hf", tmp_path / "out", "gptq", quantize_type="int8_per_channel", progress=list)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

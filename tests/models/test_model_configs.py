@@ -15,7 +15,7 @@ LLAMA = {"model_type": "llama", **SHAPE}
 
 
 ROPE = [
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "no 'original_max_position_embeddings'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "no 'factor'"),
@@ -47,9 +47,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "gemma": [*ROPE, *WHOLE_ROPE, ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True")],
     "gemma2": [*ROPE, *WHOLE_ROPE, ({"hidden_activation": "mish"}, "activation is 'mish'")],
     "gemma3_text": [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     ],
     "phi3": [*ROPE, *GATED],
     "smollm3": [*ROPE, *WHOLE_ROPE, *GATED],
@@ -81,7 +82,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"new_decoder_architecture": True, "parallel_attn": False}, "new_decoder_architecture without parallel_attn"),
         ({"activation": "mish"}, "activation is 'mish'"),
     ],
+    "gpt_oss": [*ROPE, *WHOLE_ROPE, *GATED[1:]],
     "mixtral": [*ROPE, *WHOLE_ROPE, *GATED],
+    "qwen2_moe": [*ROPE, *WHOLE_ROPE, *GATED],
     "qwen3_moe": [*ROPE, *WHOLE_ROPE, *GATED],
     "bloom": [({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=True")],
 }
@@ -105,18 +108,39 @@ SWITCHES: dict[str, Any] = {
 """What some model reads, with values that none has otherwise."""
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_switches_of_other_models_change_nothing(model_type: str) -> None:
-    """What the source of transformers' model does not name is none of its switches."""
+def own_switches(model_type: str) -> set[str]:
+    """Those that the source of transformers' model names."""
     configuration = Path(inspect.getfile(transformers.CONFIG_MAPPING[model_type]))
     modeling = configuration.with_name(configuration.name.replace("configuration", "modeling"))
     source = configuration.read_text(encoding="utf-8") + modeling.read_text(encoding="utf-8")
+    return {key for key in SWITCHES if re.search(rf'config\.{key}\b|"{key}"|^    {key}:', source, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_switches_of_other_models_change_nothing(model_type: str) -> None:
     shape = {**FAMILIES[model_type].shape, "model_type": model_type}
     read = base.find(model_type).Config.from_hf
-    own = {key for key in SWITCHES if re.search(rf'config\.{key}\b|"{key}"|^    {key}:', source, re.MULTILINE)}
-    assert own
-    for key in SWITCHES.keys() - own - shape.keys():
+    for key in SWITCHES.keys() - own_switches(model_type) - shape.keys():
         assert read({**shape, key: SWITCHES[key]}) == read(shape), key
+
+
+SIZES = {"intermediate_size", "ffn_dim", "n_embd", "n_head", "n_layer"}
+OTHERWISE = {
+    "gemma3_text": {"layer_norm_eps", "attn_logit_softcapping", "rope_local_base_freq"},
+    "mixtral": {"num_experts"},
+    "gpt_oss": {"num_experts", "hidden_act"},
+    "qwen3_moe": {"num_local_experts"},
+    **{model_type: {"head_dim"} for model_type in ("stablelm", "gpt_neox", "falcon")},
+}
+"""What a source names that is no switch: of the vision tower, refused, another name, or what follows from others."""
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_shared_test_turns_every_switch(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    assert len(family.models) >= 3
+    for key in {*own_switches(model_type), "tie_word_embeddings"} - SIZES - OTHERWISE.get(model_type, set()):
+        assert len({str({**family.shape, **model}.get(key)) for model in family.models.values()}) > 1, key
 
 
 @pytest.mark.parametrize("name", MODELS)

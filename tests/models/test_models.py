@@ -79,7 +79,7 @@ def test_a_converted_model_is_the_model(name: str, reference: Callable[[str], Re
     """Of each family: what is converted gives the numbers of what is quantized on the fly, and these are close."""
     plain = reference(name)
     texts = plain.texts[1:2]
-    for quantize_type, bound in (("none", 1e-4), ("int8_per_channel", 0.1), ("int4_blockwise", 1.0)):
+    for quantize_type, bound in (("none", 1e-4), ("int8_per_channel", 0.2), ("int4_blockwise", 1.0)):
         settings = {"quantize_type": quantize_type, "symmetric": False if quantize_type != "none" else None}
         convert(plain.folder, tmp_path / quantize_type, **settings, progress=lambda work: work)
         found = Replay(tmp_path / quantize_type, texts).whole()[0]

@@ -17,14 +17,21 @@ NOT_SCALED = {
     "falcon": {"mlp.down"},
     "gpt2": {"mlp.down"},
     "gpt_neox": {"mlp.down"},
+    "gpt_oss": {"mlp.experts.down"},
     "starcoder2": {"mlp.down"},
     "olmo2": {"attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"},
 }
-"""Those with nothing before them that could take scales: a GELU in between, or no norm."""
+"""Those with nothing before them that could take scales: a GELU or a limit in between, or no norm."""
 WITH_RELU = ("opt-plain", "opt-no_bias", "gpt2-unscaled-relu")
 CASES = [name for name in MODELS if MODELS[name][1] == next(iter(FAMILIES[MODELS[name][0]].models))]
-CASES += [*WITH_RELU[1:], "opt-untied-gelu", "llama-biases-head_dim", "falcon-newer", "falcon-newer-one_norm"]
-CASES += ["falcon-alibi-sequential-biases", "stablelm-head_norms-parallel", "gpt_neox-sequential-tied"]
+CASES += [
+    *WITH_RELU[1:],
+    "opt-untied-gelu",
+    "llama-biases-head_dim",
+    "falcon-newer-untied-linear_rope",
+    "falcon-newer-one_norm",
+]
+CASES += ["falcon-alibi-sequential-biases", "stablelm-head_norms-parallel", "gpt_neox-sequential-tied-half_rotary"]
 
 
 @pytest.mark.slow

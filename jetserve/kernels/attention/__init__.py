@@ -4,14 +4,15 @@ The operation writes the batch's keys and values into the pages and attends over
 implementation can update the pages in place:
 
   run(q [T, N, H], k [T, K, H], v [T, K, H], pages, batch, *,
-      scale, sliding_window=None, soft_cap=None, alibi_slopes=None) -> ([T, N, H], pages)
+      scale, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None) -> ([T, N, H], pages)
 
 The score of a query at position i and a key at position j, of head n, is
 
   s = scale * (q . k); with a soft cap c (Gemma Team 2024, "Gemma 2"), c * tanh(s / c);
   with slopes (Press et al. 2022, "ALiBi"), plus alibi_slopes[n] * (j - i),
 
-for j <= i, and with a sliding window w for j > i - w.
+for j <= i, and with a sliding window w for j > i - w. With sinks, the softmax of head n has one more score, sinks[n],
+whose weight goes nowhere.
 
 Letters: T tokens of the batch, S sequences, P pages a sequence, N query heads, K KV heads, H head size.
 """

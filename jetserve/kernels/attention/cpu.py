@@ -26,6 +26,7 @@ def run(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """See the package."""
     native.require_one_device()
@@ -33,7 +34,7 @@ def run(
         raise NotImplementedError(f"head size {q.shape[-1]} is not a multiple of {HEAD_SIZE_STEP}")
     if pages.values.dtype not in TARGETS:
         raise NotImplementedError(f"pages of {pages.values.dtype} are not among {', '.join(map(str, TARGETS))}")
-    slopes = jnp.zeros(0, jnp.float32) if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
+    by_head = [jnp.zeros(0, jnp.float32) if a is None else a.astype(jnp.float32) for a in (alibi_slopes, sinks)]
     page_scale = jnp.zeros(0, jnp.float32) if pages.scale is None else pages.scale
     call = jax.ffi.ffi_call(
         f"jetserve_attention_{TARGETS[pages.values.dtype]}",
@@ -53,7 +54,7 @@ def run(
         batch.positions,
         batch.query_starts,
         batch.page_table,
-        slopes,
+        *by_head,
         factor=np.float32(scale),
         cap=np.float32(soft_cap or 0),
         window=sliding_window or 0,

@@ -45,11 +45,14 @@ def run(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """See the package."""
     T, H = q.shape[0], q.shape[-1]
     if batch.max_query_length > 1 or batch.page_table.shape[0] != T:
         raise NotImplementedError("the step does not only decode")
+    if sinks is not None:
+        raise NotImplementedError("attention with sinks")
     if pages.values.dtype not in DTYPES:
         raise NotImplementedError(f"pages of {pages.values.dtype}")
     if H % LANES:

@@ -32,10 +32,11 @@ def run(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """See the package."""
     pages = write(k, v, pages, batch)
-    return _attend(q, pages, batch, scale, sliding_window, soft_cap, alibi_slopes), pages
+    return _attend(q, pages, batch, scale, sliding_window, soft_cap, alibi_slopes, sinks), pages
 
 
 def write(k: jax.Array, v: jax.Array, pages: KVPages, batch: RaggedBatch) -> KVPages:
@@ -70,6 +71,7 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     T, N, H = q.shape
     S = batch.page_table.shape[0]
@@ -93,6 +95,7 @@ def _attend(
         sliding_window,
         soft_cap,
         None if alibi_slopes is None else alibi_slopes.reshape(K, N // K),
+        None if sinks is None else sinks.reshape(K, N // K),
     )
     sequence = jnp.minimum(_sequence_of(jnp.arange(T), starts), S - 1)
     within = jnp.arange(T) - starts[sequence]
@@ -108,8 +111,9 @@ def _attend_blocks(
     sliding_window: int | None,
     soft_cap: float | None,
     slopes: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """q [B, Q, K, R, H] (R = N / K), positions [B, Q], page_table [B, P], kv_lengths [B], slopes [K, R]
+    """q [B, Q, K, R, H] (R = N / K), positions [B, Q], page_table [B, P], kv_lengths [B], slopes and sinks [K, R]
     -> [B, Q, N, H].
     """
     B, Q, K, R, H = q.shape
@@ -148,9 +152,10 @@ def _attend_blocks(
         out = out * shrink[..., None] + jnp.einsum("bkrqc,bckh->bkrqh", weights, values)
         return new_highest, total, out
 
+    start, weight = (MASKED, 0.0) if sinks is None else (sinks[:, :, None], 1.0)
     state = (
-        jnp.full((B, K, R, Q), MASKED, jnp.float32),
-        jnp.zeros((B, K, R, Q), jnp.float32),
+        jnp.broadcast_to(jnp.asarray(start, jnp.float32), (B, K, R, Q)),
+        jnp.full((B, K, R, Q), weight, jnp.float32),
         jnp.zeros((B, K, R, Q, H), jnp.float32),
     )
     turns = (jnp.max(kv_lengths) + C - 1) // C

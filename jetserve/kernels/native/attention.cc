@@ -64,6 +64,7 @@ struct Batch {
   float scale, cap;     // cap 0: none
   int64_t window;       // 0: none
   const float* slopes;  // [N], or null
+  const float* sinks;   // the same
 
   int64_t Page(int64_t s, int64_t position) const { return page_table[s * P + position / page_size]; }
   int64_t QueryHeads() const { return N / K; }  // that share a KV head
@@ -244,7 +245,8 @@ void Attend(const Batch& b, const Pages<Page>& pages, const float* q, float* out
     const int64_t t = t0 + i / R, n = head * R + i % R;
     const float* from = q + (t * b.N + n) * H;
     for (int64_t h = 0; h < H; ++h) scaled[h] = from[h] * b.scale;
-    queries[i] = {scaled, out + (t * b.N + n) * H, b.positions[t], b.slopes ? b.slopes[n] : 0, kNone, 0};
+    queries[i] = {scaled, out + (t * b.N + n) * H, b.positions[t], b.slopes ? b.slopes[n] : 0,
+                  b.sinks ? b.sinks[n] : kNone, b.sinks ? 1.0f : 0.0f};
     std::fill_n(queries[i].out, H, 0.0f);
   }
   const int64_t last = b.positions[t1 - 1];
@@ -284,7 +286,7 @@ template <typename Page, ffi::DataType kType>
 ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
                          ffi::Buffer<kType> values, ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> positions,
                          ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> page_table,
-                         ffi::Buffer<ffi::F32> slopes,
+                         ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks,
                          ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<kType> new_values,
                          ffi::ResultBuffer<ffi::F32> new_scale, float factor, float cap, int64_t window) {
   if (new_values->untyped_data() != values.untyped_data()) {
@@ -294,8 +296,11 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buf
       positions.typed_data(), query_starts.typed_data(), page_table.typed_data(),
       q.dimensions()[0], page_table.dimensions()[0], page_table.dimensions()[1], values.dimensions()[1],
       q.dimensions()[1], k.dimensions()[1], q.dimensions()[2], factor, cap, window,
-      slopes.element_count() ? slopes.typed_data() : nullptr};
-  if (b.H % 8 || b.K == 0 || b.N % b.K || (b.slopes && static_cast<int64_t>(slopes.element_count()) != b.N)) {
+      slopes.element_count() ? slopes.typed_data() : nullptr, sinks.element_count() ? sinks.typed_data() : nullptr};
+  const auto fits = [&](const auto& by_head) {
+    return by_head.element_count() == 0 || static_cast<int64_t>(by_head.element_count()) == b.N;
+  };
+  if (b.H % 8 || b.K == 0 || b.N % b.K || !fits(slopes) || !fits(sinks)) {
     return ffi::Error::InvalidArgument("found heads that the kernel does not take");
   }
   const auto is = [](const auto& a, std::initializer_list<int64_t> shape) {
@@ -330,6 +335,7 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buf
                                     .Arg<ffi::Buffer<ffi::S32>>()                \
                                     .Arg<ffi::Buffer<ffi::S32>>()                \
                                     .Arg<ffi::Buffer<ffi::S32>>()                \
+                                    .Arg<ffi::Buffer<ffi::F32>>()                \
                                     .Arg<ffi::Buffer<ffi::F32>>()                \
                                     .Ret<ffi::Buffer<ffi::F32>>()                \
                                     .Ret<ffi::Buffer<TYPE>>()                    \
