@@ -5,7 +5,7 @@ Owns no expectation about any model's text. Importing it takes neither jax nor t
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def make_tiny_checkpoint(
     model_type: str = "llama",
     vocab_size: int = 320,
     tokenizer: bool = True,
+    shard_bytes: int | None = None,
     dtype: str = "float32",
     seed: int = 0,
     **config_overrides: Any,
@@ -53,6 +54,7 @@ def make_tiny_checkpoint(
       model_type: "llama" or "mistral".
       vocab_size: of the model; the tokenizer has a token for every id.
       tokenizer: whether to write a tokenizer (byte-level BPE, ChatML template) beside the weights.
+      shard_bytes: of tensors in one file, of several with an index; None for one file. No more than one is in memory.
       dtype: "float32", "float16" or "bfloat16", of the weights.
       seed: of the weights.
       **config_overrides: keys of config.json that replace the defaults (hidden size 64, 8 heads, 4 KV heads, mlp 128).
@@ -88,8 +90,7 @@ def make_tiny_checkpoint(
     }
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    tensors = {name: w.astype(_DTYPES[dtype]) for name, w in _tensors(config, rng)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_shards(folder, ((name, w.astype(_DTYPES[dtype])) for name, w in _tensors(config, rng)), shard_bytes)
     _write_json(folder / "config.json", config)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", generation)
@@ -131,6 +132,31 @@ def _tensors(config: Mapping[str, Any], rng: np.random.Generator) -> Iterator[tu
     yield "model.norm.weight", vector(D)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", matrix(V, D, _LOGIT_STD)
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int | None) -> None:
+    shards: list[list[str]] = []
+    pending: dict[str, np.ndarray] = {}
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(shards)}.unnamed", metadata={"format": "pt"})
+        shards.append([*pending])
+        pending.clear()
+
+    for name, w in tensors:
+        if shard_bytes is not None and pending and sum(p.nbytes for p in pending.values()) + w.nbytes > shard_bytes:
+            flush()
+        pending[name] = w
+    flush()
+    count = len(shards)
+    files = (
+        [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    )
+    for i, file in enumerate(files):
+        (folder / f"{i}.unnamed").rename(folder / file)
+    if count > 1:
+        weight_map = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
