@@ -482,20 +482,20 @@ void TileGroups(const Weight& w, int64_t tile, const Activations<typename Rows<1
   }
 }
 
-// Adds what outliers contribute to a tile of y, for rows [first, last). `room` is for a vector a channel.
+// Adds what outliers contribute to a tile of y, for rows [first, last). `room` is for kLanes weights a channel.
 template <typename Value>
-void AddOutliers(const Weight& w, int64_t tile, const Activations<Value>& x, int64_t first, int64_t last, VecF* room) {
+void AddOutliers(const Weight& w, int64_t tile, const Activations<Value>& x, int64_t first, int64_t last, float* room) {
   const uint8_t* data = w.data + tile * w.tile_bytes;
   for (size_t i = 0; i < w.channels.size(); ++i) {
     const Place& place = w.channels[i];
-    room[i] = ToFloat((LoadI(data + place.vector) >> place.shift) & 15) * w.Scale(data + place.block);
-    room[i] += w.Offset(data + place.block);
+    const VecF stored = ToFloat((LoadI(data + place.vector) >> place.shift) & 15);
+    StoreF(room + i * kLanes, stored * w.Scale(data + place.block) + w.Offset(data + place.block));
   }
   const int64_t columns = std::min<int64_t>(kLanes, w.N - tile * kLanes);
   for (int64_t t = first; t < last; ++t) {
     float* y = w.y + t * w.N + tile * kLanes;
     VecF total = Get(y, columns);
-    for (auto [channel, value] : x.outliers[t]) total += room[channel] * value;
+    for (auto [channel, value] : x.outliers[t]) total += LoadF(room + channel * kLanes) * value;
     Put(y, total, columns);
   }
 }
@@ -504,7 +504,7 @@ void AddOutliers(const Weight& w, int64_t tile, const Activations<Value>& x, int
 template <template <int> typename Rows>
 void Tiles(const Weight& w, int64_t tile, int64_t last, const Activations<typename Rows<1>::Value>& x, int64_t group,
            int64_t last_group) {
-  std::vector<VecF> room(w.channels.size());
+  std::vector<float> room(w.channels.size() * kLanes);
   while (tile < last) {
     const int count = x.rows > 2 && last - tile >= kTiles ? kTiles : 1;
     if (x.rows == 1) AnyTile<Rows, 1, 1, false>(w, tile, x, 0, 0, w.steps, nullptr);
