@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jetserve.kernels import select
+from jetserve.kernels.quantized_matmul.pallas_tpu import SplitWeight
 from jetserve.quantize.qarray import QuantizationConfig, cast_values, dequantize, quantize
 
 IDS = jnp.asarray([0, 9, 9, 3, 1], jnp.int32)
@@ -39,6 +40,13 @@ def test_rows_are_the_columns_of_the_matrix(implementation: str, name: str, dtyp
     np.testing.assert_allclose(
         np.asarray(rows, np.float32), np.asarray(whole, np.float32).T[np.asarray(IDS)], atol=tolerance, rtol=tolerance
     )
+
+
+def test_columns_of_a_weight_that_devices_split() -> None:
+    w = quantize(jnp.asarray(np.random.default_rng(0).standard_normal((64, 10)), jnp.float32), CONFIGS["int8-32-True"])
+    split = SplitWeight(weight=w, contracted=None, output="tensor")
+    rows = select.call("embedding_lookup", IDS, split, dtype=jnp.float32, implementation="pallas_tpu")
+    np.testing.assert_array_equal(rows, np.asarray(dequantize(w)).T[np.asarray(IDS)])
 
 
 def test_it_takes_what_matmuls_prepared() -> None:

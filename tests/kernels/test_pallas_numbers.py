@@ -1,13 +1,22 @@
-"""The TPU kernels' numbers, by jax's interpreter of TPU kernels."""
+"""The TPU kernels' numbers on the shared cases and some of their own, by jax's interpreter of TPU kernels."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from test_attention import Case, Problem
+from test_quantized_matmul import CASES, check, run
 
+from jetserve.config import MeshConfig
 from jetserve.kernels.attention import pallas_tpu as attention
+from jetserve.kernels.quantized_matmul import pallas_tpu, tiles
+from jetserve.parallel.mesh import make_mesh
+from jetserve.testing import MatmulCase
 
 pytestmark = pytest.mark.slow
+TILE = tiles.Tile(most_rows=1, rows=32, columns=128, depth=64, cycles=0, einsum_cycles=1)
+"""Smaller than the weights, so that every loop turns."""
 
 
 @pytest.mark.parametrize(
@@ -35,3 +44,32 @@ def test_decoding(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isfinite(found).all()
     tolerance = 0.03 if case.int8 or case.dtype == "bfloat16" else 1e-5
     assert np.abs(found[: len(expected)] - expected).max() < tolerance
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.block_size and case.rows != (1,)], ids=lambda case: case.id
+)
+def test_blockwise_matmul(case: MatmulCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "find", lambda weight, rows: TILE)
+    with pltpu.force_tpu_interpret_mode():
+        check(*run("pallas_tpu", case), case)
+
+
+@pytest.mark.parametrize(("contracted", "output"), [("tensor", None), (None, "tensor"), (None, None)])
+def test_matmul_over_a_mesh(contracted: str | None, output: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one device: the way of the parts, whose sum over several is XLA's."""
+    case = MatmulCase(bits=4, block_size=32, zero_point="integer")
+    x, w, expected = case.build()
+    monkeypatch.setattr(tiles, "find", lambda weight, rows: TILE)
+    weight = pallas_tpu.SplitWeight(weight=w, contracted=contracted, output=output)
+    with pltpu.force_tpu_interpret_mode(), jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        y = jax.jit(pallas_tpu.run)(x, weight)
+    check(np.asarray(y, np.float64), expected, case)
+
+
+def test_a_device_that_was_not_looked_at_takes_the_einsum() -> None:
+    case = MatmulCase(bits=4, block_size=32)
+    x, w, expected = case.build()
+    assert "pallas_call" not in str(jax.make_jaxpr(pallas_tpu.run)(x, w))
+    check(np.asarray(pallas_tpu.run(x, w), np.float64), expected, case)
+    assert not tiles.table().get(jnp.zeros(1).device.device_kind)

@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jetserve.config import MeshConfig
 from jetserve.kernels import select
 from jetserve.kernels.attention import KVPages, RaggedBatch
+from jetserve.kernels.quantized_matmul import pallas_tpu, tiles
 from jetserve.parallel.mesh import make_mesh
 from jetserve.plan.chips import CHIPS, find_topology
+from jetserve.quantize.qarray import QArray
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,3 +83,46 @@ def test_decoding_attention(chip: str, kv_heads: int, int8: bool, rules: dict[st
     assert text.count(CALL) == 1
     assert memory.temp_size_in_bytes < values.size * values.dtype.itemsize
     assert memory.alias_size_in_bytes >= values.size * values.dtype.itemsize
+
+
+@every_chip
+@pytest.mark.parametrize(
+    ("bits", "block_size", "rows", "zero_points", "dtype"),
+    [
+        (4, 128, 32, True, jnp.bfloat16),
+        (4, 96, 512, False, jnp.bfloat16),
+        (8, 128, 64, False, jnp.bfloat16),
+        (4, 32, 32, True, jnp.int8),
+    ],
+)
+def test_quantized_matmul(chip: str, bits: int, block_size: int, rows: int, zero_points: bool, dtype: Any) -> None:
+    """Compiles, and reads integers: no float of every weight is made besides."""
+    K, N = 12 * block_size, 4096
+    scale = shape(K // block_size, N, dtype=jnp.float32)
+    weight = QArray(
+        values=shape(K // block_size, block_size, N, dtype=jnp.int4 if bits == 4 else jnp.int8),
+        scale=scale,
+        zero_point=scale if zero_points else None,
+        block_size=block_size,
+    )
+    tile = tiles.Tile(most_rows=rows, rows=256, columns=512, depth=512, cycles=1, einsum_cycles=2)
+
+    def multiply(x: jax.Array, w: QArray) -> jax.Array:
+        return pallas_tpu.multiply(x, w, tile=tile, out_dtype=jnp.dtype(jnp.bfloat16))
+
+    compiled = compile_for(chip, multiply, shape(rows, K, dtype=dtype), weight)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    call = next(line for line in text.splitlines() if CALL in line)
+    assert f"s{bits}[{K // block_size},{block_size},{N}]" in call
+    assert memory.temp_size_in_bytes < K * N
+
+
+def test_tiles_are_of_chips_that_there_are() -> None:
+    kinds = {find_topology(f"{name}:{chip.sizes[0]}").devices[0].device_kind for name, chip in CHIPS.items()}
+    assert tiles.table()
+    for kind, types in tiles.table().items():
+        assert kind in kinds
+        for found in types.values():
+            assert [tile.most_rows for tile in found] == sorted(tile.most_rows for tile in found)
