@@ -12,9 +12,6 @@ from jetserve.quantize.qarray import QUANTIZE_TYPES
 
 
 @pytest.mark.slow
-@pytest.mark.skip(
-    reason="two processes over simulated devices sometimes wait for each other for ever; the cause is not known yet"
-)
 def test_two_processes_answer_as_one_device(tmp_path: Path) -> None:
     """With four devices each, and fewer KV heads than there are devices."""
     command = [sys.executable, str(Path(__file__).with_name("two_processes.py")), f"127.0.0.1:{free_port()}"]

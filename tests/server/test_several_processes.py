@@ -12,12 +12,7 @@ from server_process import TIMEOUT, Process, start
 
 from jetserve.server.serve import EXIT_FAILED
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skip(
-        reason="two processes over simulated devices sometimes wait for each other for ever; the cause is not known yet"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 def start_two(
