@@ -74,6 +74,11 @@ class MoE(nnx.Module):
         self.router = Linear("D -> E", sizes, bias=router_bias)
         self.experts = experts
         self.num_experts = sizes["E"]
+        if not 1 <= experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"the model's config sends a token to {experts_per_token} experts; expected 1 to {self.num_experts}, as"
+                " there are"
+            )
         self.experts_per_token = experts_per_token
         self.normalized = normalized
 

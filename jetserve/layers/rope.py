@@ -11,6 +11,9 @@ import numpy as np
 
 from jetserve.kernels import select
 
+POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Of a config's rope parameters, those that are divided by or taken to a power."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -32,6 +35,10 @@ class Rope:
         """
         if head_size % 2:
             raise ValueError(f"head_dim is {head_size}; expected an even number, of channels rotated in pairs")
+        for name, value in {"rope_theta": theta, **(scaling or {})}.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name in POSITIVE and value is not None and not (is_number and 0 < value < math.inf):
+                raise ValueError(f"the model's config has {name}={value!r} for its rotation; expected a number above 0")
         frequencies = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
         magnitude = 1.0
         kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
@@ -69,6 +76,8 @@ def _llama3(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
     """Llama 3.1's: long wavelengths slowed by the factor, short ones kept, those between blended."""
     original = scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if low >= high:
+        raise ValueError(f"rope's low_freq_factor is {low} and its high_freq_factor {high}; expected less and more")
     rotations = original * frequencies / (2 * math.pi)
     blend = np.clip((rotations - low) / (high - low), 0, 1)
     return frequencies / scaling["factor"] * (1 - blend) + frequencies * blend

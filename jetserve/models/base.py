@@ -93,6 +93,49 @@ def check_switches(hf: Mapping[str, Any], built: Mapping[str, Any]) -> None:
             raise ValueError(f"the model's config asks for {key}={hf[key]!r}, which is not built; only {value!r} is")
 
 
+COUNTS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "moe_intermediate_size"),
+    *(
+        "n_embd",
+        "n_inner",
+        "n_layer",
+        "n_head",
+        "n_positions",
+        "ffn_dim",
+        "num_kv_heads",
+        "decoder_sparse_step",
+        "no_rope_layer_interval",
+    ),
+)
+NUMBERS = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "rope_theta", "partial_rotary_factor"),
+    *("query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+)
+FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_qkv_bias", "bias", "use_sliding_window"),
+    *("alibi", "multi_query", "parallel_attn", "new_decoder_architecture", "use_parallel_residual", "norm_topk_prob"),
+)
+
+
+def check_values(hf: Mapping[str, Any]) -> None:
+    """Refuses values that a key of a Hugging Face config cannot have in any model. Null is for each model to take.
+
+    Raises:
+      ValueError: naming the key, its value and what was expected.
+    """
+    for key, value in hf.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is None:
+            continue
+        if key in COUNTS and not (is_number and isinstance(value, int) and value > 0):
+            raise ValueError(f"the model's config has {key}={value!r}; expected an integer of 1 or more")
+        if key in NUMBERS and not (is_number and 0 < value < math.inf):
+            raise ValueError(f"the model's config has {key}={value!r}; expected a number above 0")
+        if key in FLAGS and not isinstance(value, bool):
+            raise ValueError(f"the model's config has {key}={value!r}; expected true or false")
+
+
 class Role(enum.Enum):
     """What a parameter is to quantization.
 

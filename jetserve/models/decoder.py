@@ -57,14 +57,24 @@ class Config:
         """From a Hugging Face config.json.
 
         Raises:
-          ValueError: for a missing key, for heads that do not make groups, and for what is not built, naming it.
+          ValueError: for a missing key or an impossible value, for heads that do not make groups, and for what is not
+            built, naming it.
         """
+        hf = {key: value for key, value in hf.items() if key not in cls.FOREIGN}
+        base.check_values(hf)
+        base.check_switches(hf, {"is_causal": True})
         try:
-            config = cls(**cls.fields({key: value for key, value in hf.items() if key not in cls.FOREIGN}))
+            config = cls(**cls.fields(hf))
         except KeyError as missing:
             raise ValueError(
                 f"the model's config has no {missing}; expected every key of a {hf.get('model_type')} config"
             ) from None
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if field.type in (int, float) and value is None:
+                raise ValueError(f"the model's config says null where its {field.name} is meant; expected a number")
+            if field.name == "windows" and (found := [window for window in value if window is not None and window < 1]):
+                raise ValueError(f"the model's config has sliding_window={found[0]}; expected 1 or more, or null")
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads ({config.num_heads}) is not a multiple of num_key_value_heads"
@@ -151,6 +161,8 @@ def rope(
       partial: the share of a head's channels that the model rotates; a config that says another is refused.
     """
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"the model's config has rope parameters {scaling!r}; expected an object")
     if layer_type is not None and layer_type in scaling:
         scaling = scaling[layer_type]
     for part in (hf, scaling):

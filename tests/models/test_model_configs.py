@@ -1,6 +1,7 @@
 """What a model makes of its config: what is not built is refused by name, and old and new spellings mean the same."""
 
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,54 @@ def test_what_is_not_built_is_refused_by_name(model_type: str, change: dict[str,
     assert base.find(model_type).Config.from_hf(config)
     with pytest.raises(ValueError, match=named):
         base.find(model_type).Config.from_hf({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"is_causal": False}, "is_causal=False, which is not built"),
+        ({"hidden_size": "96"}, "hidden_size='96'; expected an integer of 1 or more"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads=-2"),
+        ({"num_hidden_layers": 3.0}, "num_hidden_layers=3.0"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"max_position_embeddings": None}, "null where its max_position is meant"),
+        ({"rms_norm_eps": None}, "null where its norm_epsilon is meant"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'; expected a number above 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'; expected true or false"),
+        ({"rope_parameters": [1]}, r"rope parameters \[1\]; expected an object"),
+        ({"rope_parameters": {"rope_theta": "10000"}}, "rope_theta='10000'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -2}}, "factor=-2 for its rotation"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor=0 for its rotation"),
+        (
+            {
+                "rope_parameters": {
+                    **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+                    **{"low_freq_factor": 4.0, "high_freq_factor": 4.0},
+                }
+            },
+            "low_freq_factor is 4.0 and its high_freq_factor 4.0",
+        ),
+    ],
+)
+def test_impossible_values_are_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        base.find("llama").Config.from_hf({**LLAMA, **change})
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_impossible_windows_are_refused(window: int) -> None:
+    with pytest.raises(ValueError, match=f"sliding_window={window}; expected 1 or more, or null"):
+        base.find("mistral").Config.from_hf({**LLAMA, "model_type": "mistral", "sliding_window": window})
+
+
+@pytest.mark.parametrize("chosen", [0, 5])
+def test_more_experts_than_there_are_are_refused(chosen: int) -> None:
+    model = base.find("mixtral")
+    config = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": chosen}
+    with pytest.raises(ValueError, match=f"to {chosen} experts; expected 1 to 4"):
+        model.Model(model.Config.from_hf(config))
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"])
