@@ -1,10 +1,11 @@
 """What the tests share: where the real data and the real model are, or the reason why a test that needs them skips."""
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,23 +37,31 @@ def default_gguf() -> Path:
         pytest.skip(str(error))
 
 
+def _run_apart(tests: Path, environment: Mapping[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        env=environment,
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+
+
 @pytest.fixture(scope="session")
 def run_on_eight_devices() -> Callable[[Path], None]:
     """Runs a file of tests in a process with eight CPU devices."""
+    return lambda tests: _run_apart(tests, environment_of_devices(8))
 
-    def run(tests: Path) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
-            env=environment_of_devices(8),
-            cwd=Path(__file__).parents[1],
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
-    return run
+@pytest.fixture(scope="session")
+def run_with_libtpu() -> Callable[[Path], None]:
+    """Runs a file of tests in a process of its own: where libtpu is loaded, jax's profiler crashes."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+    return lambda tests: _run_apart(tests, os.environ)
 
 
 def _data(name: str) -> Path:

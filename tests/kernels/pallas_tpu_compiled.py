@@ -1,6 +1,5 @@
 """The TPU kernels, compiled for every chip by the real compiler."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +16,6 @@ from jetserve.parallel.mesh import make_mesh
 from jetserve.plan.chips import CHIPS, find_topology
 from jetserve.quantize.qarray import QArray
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("libtpu"),
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
-]
 every_chip = pytest.mark.parametrize("chip", CHIPS)
 CALL = 'custom_call_target="tpu_custom_call"'
 

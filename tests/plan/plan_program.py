@@ -1,6 +1,5 @@
 """The compiled steps themselves: that a TPU's program is what we meant. See `docs/tpu.md`."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 
@@ -16,11 +15,6 @@ from jetserve.plan.subject import Placed
 from jetserve.testing import make_tiny_checkpoint
 
 LAYERS, LINEARS_A_LAYER, BATCH = 2, 7, 8
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("libtpu"),
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
-]
 KERNEL = re.compile(r"%(quantized_matmul_int\d|decode_attention)[.\d]* = .* custom-call\((.*?)\), custom_call_target")
 INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<dtype>\w+)\[(?P<shape>[\d,]*)\]\S* (?P<op>[\w\-]+)\((?P<operands>.*)"
