@@ -20,15 +20,6 @@ every_chip = pytest.mark.parametrize("chip", CHIPS)
 CALL = 'custom_call_target="tpu_custom_call"'
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiler_alone() -> Any:
-    """libtpu only compiles: it looks for no TPU, and keeps no other process from compiling."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        yield
-
-
 def compile_for(chip: str, function: Callable[..., Any], *shapes: Any, **options: Any) -> jax.stages.Compiled:
     """For one device; `shapes` are trees of `jax.ShapeDtypeStruct`."""
     mesh = make_mesh(MeshConfig(), find_topology(f"{chip}:{CHIPS[chip].sizes[0]}").devices[:1])

@@ -1,7 +1,6 @@
 """The compiled steps themselves: that a TPU's program is what we meant. See `docs/tpu.md`."""
 
 import re
-from collections.abc import Iterator
 
 import jax
 import pytest
@@ -19,14 +18,6 @@ KERNEL = re.compile(r"%(quantized_matmul_int\d|decode_attention)[.\d]* = .* cust
 INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<dtype>\w+)\[(?P<shape>[\d,]*)\]\S* (?P<op>[\w\-]+)\((?P<operands>.*)"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiler_alone() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        yield
 
 
 @pytest.fixture(scope="module")
