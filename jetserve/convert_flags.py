@@ -68,6 +68,21 @@ def define_method() -> None:
         "auto: bits a weight of the linear layers, scales and zero points among them.",
     )
     define(
+        flags.DEFINE_enum,
+        "clip",
+        Clip.NONE.value,
+        [clip.value for clip in Clip],
+        "How scales of linear layers are chosen. none: to span the range of the weights. mse: for the least squared"
+        " error.",
+    )
+    _define_calibration()
+    _define_scaling()
+    _define_gptq()
+
+
+def _define_calibration() -> None:
+    """What a method learns from, and what it does where it cannot."""
+    define(
         flags.DEFINE_string,
         "calibration_file",
         None,
@@ -88,6 +103,16 @@ def define_method() -> None:
         lower_bound=1,
     )
     define(
+        flags.DEFINE_bool,
+        "strict",
+        False,
+        "All but rtn: a weight that cannot be done, or scaled, is an error, and not just rounded and reported.",
+    )
+
+
+def _define_scaling() -> None:
+    """What happens to inputs before anything is rounded."""
+    define(
         flags.DEFINE_enum,
         "scale_inputs",
         Scaling.NONE.value,
@@ -101,6 +126,10 @@ def define_method() -> None:
         None,
         "smoothquant: how much of the unevenness of inputs goes into the weights, from 0 to 1 (unset: 0.5).",
     )
+
+
+def _define_gptq() -> None:
+    """How it rounds."""
     define(flags.DEFINE_bool, "gptq_act_order", False, "gptq: round the rows with the largest inputs first.")
     define(
         flags.DEFINE_bool,
@@ -121,20 +150,6 @@ def define_method() -> None:
         0,
         "gptq: how often all scales and integers are gone over again once they are there; 4 is plenty.",
         lower_bound=0,
-    )
-    define(
-        flags.DEFINE_enum,
-        "clip",
-        Clip.NONE.value,
-        [clip.value for clip in Clip],
-        "How scales of linear layers are chosen. none: to span the range of the weights. mse: for the least squared"
-        " error.",
-    )
-    define(
-        flags.DEFINE_bool,
-        "strict",
-        False,
-        "All but rtn: a weight that cannot be done, or scaled, is an error, and not just rounded and reported.",
     )
 
 

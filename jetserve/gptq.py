@@ -22,7 +22,7 @@ from jetserve.convert import ConversionReport, convert
 from jetserve.default_model import default_cache_dir
 from jetserve.engine.build import build_engine
 from jetserve.engine.engine import Engine
-from jetserve.method_config import CalibrationConfig, Clip, GPTQConfig
+from jetserve.method_config import CalibrationConfig, Clip, GPTQConfig, Scaling
 from jetserve.quantize.qarray import QuantizationConfig
 from jetserve.tokenizer import Tokenizer
 
@@ -43,6 +43,8 @@ class GPTQQuantizer:
         sym: bool = True,
         damp_percent: float = 0.01,
         mse: bool = False,
+        sweeps: int = 0,
+        scale_inputs: Scaling = Scaling.NONE,
         nsamples: int | None = None,
         model_seqlen: int | None = None,
         strict: bool = False,
@@ -58,6 +60,8 @@ class GPTQQuantizer:
           sym: whether there are no zero points.
           damp_percent: of the mean of the Hessian's diagonal, added to it: 0.01 is one percent.
           mse: search scales for the least squared error.
+          sweeps: how often scales and integers are gone over again once all are there.
+          scale_inputs: how inputs are scaled before, where what comes before them can take the scales.
           nsamples: windows of the data set; None is as many as there are, up to 128.
           model_seqlen: tokens of each; None is 2048, or what the model was made for if that is less.
           strict: whether a weight that cannot be done is an error.
@@ -71,6 +75,8 @@ class GPTQQuantizer:
         self._method = GPTQConfig(
             calibration=CalibrationConfig(**_text(dataset), samples=nsamples, length=model_seqlen),
             clip=Clip.MSE if mse else Clip.NONE,
+            scaling=scale_inputs,
+            sweeps=sweeps,
             act_order=desc_act,
             static_groups=static_groups,
             damping=damp_percent,

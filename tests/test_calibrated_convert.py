@@ -158,13 +158,25 @@ def test_refusals_come_first_and_leave_nothing_behind(
 @pytest.mark.slow
 def test_from_python_in_the_shape_that_users_know(source: Path, tmp_path: Path) -> None:
     quantizer = GPTQQuantizer(
-        bits=4, dataset=TEXTS, group_size=32, desc_act=True, sym=False, mse=True, nsamples=6, model_seqlen=64
+        bits=4,
+        dataset=TEXTS,
+        group_size=32,
+        desc_act=True,
+        sym=False,
+        mse=True,
+        sweeps=1,
+        scale_inputs=Scaling.AWQ,
+        nsamples=6,
+        model_seqlen=64,
     )
     with pytest.raises(ValueError, match="call quantize_model first"):
         quantizer.save(tmp_path / "out")
     report = quantizer.quantize_model(source)
     assert report.weights.by_type()["int4_blockwise"].bits_per_weight == 4 + 64 / 32
     quantizer.save(tmp_path / "out")
+    told = NativeCheckpoint(tmp_path / "out").manifest.quantization.method
+    assert told is not None
+    assert (told["sweeps"], told["scaling"], told["act_order"]) == (1, "awq", True)
     engine = load_quantized_model(tmp_path / "out", EngineConfig(max_sequences=1))
     request = Request(
         request_id="r", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=4, ignore_eos=True)

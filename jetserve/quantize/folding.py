@@ -69,7 +69,7 @@ class Fold:
         else:
             self.producer.scale.set_value(self.producer.scale.get_value() / scales)
         if self.producer.bias is not None:
-            self.producer.bias.set_value(self.producer.bias.get_value() / scales)
+            self.producer.bias.set_value(self.producer.bias.get_value() / scales.reshape(-1))  # experts' lie end to end
 
 
 def folds(layer: nnx.Module) -> list[Fold]:
