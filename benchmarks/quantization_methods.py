@@ -2,54 +2,76 @@
 
     python benchmarks/quantization_methods.py --folder=WORK --calibration_file=VALID --text_file=TEST
 
-Each line of the table is one conversion and one evaluation by the commands that users run, so that a number can be had
+Each cell of the table is one conversion and one evaluation by the commands that users run, so that a number can be had
 again by hand. What stands in WORK is not made again: a run that was stopped goes on, and `--only` picks some. Prints
-the table; the last line of standard output is a JSON object.
+the table of all that stands there; the last line of standard output is a JSON object.
 """
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+EXACT, INT8_ACTIVATIONS = "--cpu_activation=float32", "--quantize_activation"
+ACT_ORDER, CLIP, SWEEPS = "--gptq_act_order", "--clip=mse", "--gptq_sweeps=4"
+GPTQ, AWQ = "--quantize_method=gptq", "--quantize_method=awq"
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How it is asked for, and how what it made is evaluated."""
+
+    flags: tuple[str, ...] = ()
+    activation: str = EXACT
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it takes a text."""
+        return any(flag.startswith("--quantize_method") for flag in self.flags)
+
 
 TYPES = {
-    "int4_per_channel": ["--quantize_type=int4_per_channel"],
-    "int4_blockwise": ["--quantize_type=int4_blockwise"],
-    "int4_blockwise, asymmetric": ["--quantize_type=int4_blockwise", "--symmetric=False"],
-    "int8_per_channel": ["--quantize_type=int8_per_channel"],
+    "int4_per_channel": ("--quantize_type=int4_per_channel",),
+    "int4_per_channel, asymmetric": ("--quantize_type=int4_per_channel", "--symmetric=False"),
+    "int4_blockwise": ("--quantize_type=int4_blockwise",),
+    "int4_blockwise, asymmetric": ("--quantize_type=int4_blockwise", "--symmetric=False"),
+    "int8_per_channel": ("--quantize_type=int8_per_channel",),
+    "int8_blockwise": ("--quantize_type=int8_blockwise",),
 }
-ACT_ORDER, CLIP, SWEEPS = "--gptq_act_order", "--clip=mse", "--gptq_sweeps=4"
 METHODS = {
-    "rtn": [],
-    "rtn, clip": [CLIP],
-    "awq, clip": ["--quantize_method=awq", CLIP],
-    "gptq": ["--quantize_method=gptq"],
-    "gptq, act-order": ["--quantize_method=gptq", ACT_ORDER],
-    "gptq, act-order, clip": ["--quantize_method=gptq", ACT_ORDER, CLIP],
-    "gptq, act-order, sweeps": ["--quantize_method=gptq", ACT_ORDER, SWEEPS],
-    "gptq, act-order, clip, sweeps": ["--quantize_method=gptq", ACT_ORDER, CLIP, SWEEPS],
-    "awq, gptq, act-order, clip, sweeps": [
-        "--quantize_method=gptq",
-        "--scale_inputs=awq",
-        ACT_ORDER,
-        CLIP,
-        SWEEPS,
-    ],
+    "rtn": Method(),
+    "rtn, clip": Method((CLIP,)),
+    "awq": Method((AWQ,)),
+    "awq, clip": Method((AWQ, CLIP)),
+    "gptq": Method((GPTQ,)),
+    "gptq, act-order": Method((GPTQ, ACT_ORDER)),
+    "gptq, act-order, clip": Method((GPTQ, ACT_ORDER, CLIP)),
+    "gptq, act-order, clip, sweeps": Method((GPTQ, ACT_ORDER, CLIP, SWEEPS)),
+    "awq, gptq, act-order, clip, sweeps": Method((GPTQ, "--scale_inputs=awq", ACT_ORDER, CLIP, SWEEPS)),
+    "rtn, int8 activations": Method((), INT8_ACTIVATIONS),
+    "smoothquant, int8 activations": Method(("--quantize_method=smoothquant",), INT8_ACTIVATIONS),
 }
 
 
-def measure(name: str, flags: list[str], args: argparse.Namespace) -> dict[str, float]:
-    """One line: converts unless that was done, evaluates unless that was done."""
-    folder = args.folder / name.replace(", ", "-").replace(" ", "_")
-    record = folder.with_suffix(".json")
+def record_of(folder: Path, kind: str, method: str) -> Path:
+    """Where a cell's result is kept; its checkpoint is beside it."""
+    return folder / (f"{kind}, {method}".replace(", ", "-").replace(" ", "_") + ".json")
+
+
+def measure(kind: str, method: Method, record: Path, args: argparse.Namespace) -> None:
+    """One cell: converts unless that was done, evaluates unless that was done."""
     if record.exists():
-        return json.loads(record.read_text())
+        return
     start = time.perf_counter()
-    if not folder.exists():
-        command = [sys.executable, "-m", "jetserve", "convert", f"--output_checkpoint_dir={folder}", *flags]
-        if any(flag.startswith("--quantize_method") for flag in flags):
+    made = record.with_suffix("")
+    if not made.exists():
+        command = [sys.executable, "-m", "jetserve", "convert", f"--output_checkpoint_dir={made}"]
+        command += [*TYPES[kind], *method.flags]
+        if method.calibrated:
             command += [
                 f"--calibration_file={args.calibration_file}",
                 f"--calibration_samples={args.samples}",
@@ -57,8 +79,8 @@ def measure(name: str, flags: list[str], args: argparse.Namespace) -> dict[str, 
             ]
         subprocess.run(command, check=True, stdout=sys.stderr)
     seconds = time.perf_counter() - start
-    command = [sys.executable, "-m", "jetserve", "offline", "--task=perplexity", f"--checkpoint_path={folder}"]
-    command += [f"--text_file={args.text_file}", f"--max_tokens={args.max_tokens}", "--cpu_activation=float32"]
+    command = [sys.executable, "-m", "jetserve", "offline", "--task=perplexity", f"--checkpoint_path={made}"]
+    command += [f"--text_file={args.text_file}", f"--max_tokens={args.max_tokens}", method.activation]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     found = json.loads(output.splitlines()[-1])
     result = {
@@ -66,9 +88,28 @@ def measure(name: str, flags: list[str], args: argparse.Namespace) -> dict[str, 
         "standard_error": found["standard_error"],
         "bits_per_weight": found["bits_per_weight"],
         "conversion_seconds": round(seconds, 1),
+        "samples": args.samples if method.calibrated else None,
     }
     record.write_text(json.dumps(result))
-    return result
+
+
+def table(folder: Path, samples: int) -> dict[str, dict[str, Any]]:
+    """Prints the results of all methods, a type a column, and returns them; windows are told where they are others."""
+    results = {}
+    print(f"| method | {' | '.join(TYPES)} |\n{'|---' * (len(TYPES) + 1)}|")
+    for method in METHODS:
+        cells = []
+        for kind in TYPES:
+            record = record_of(folder, kind, method)
+            if not record.exists():
+                cells.append("")
+                continue
+            found = results[f"{kind}, {method}"] = json.loads(record.read_text())
+            told = "" if found["samples"] in (None, samples) else f" ({found['samples']})"
+            cells.append(f"{found['perplexity']:.2f} ± {found['standard_error']:.2f}{told}")
+        if any(cells):
+            print(f"| {method} | {' | '.join(cells)} |")
+    return results
 
 
 def main() -> None:
@@ -80,19 +121,19 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--max_tokens", type=int, default=32768)
-    parser.add_argument("--only", default="", help="names of lines, separated by semicolons (unset: all)")
+    parser.add_argument(
+        "--only", default="", help="names of cells, type and method, separated by semicolons (unset: all)"
+    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    lines = {f"{kind}, {method}": [*TYPES[kind], *METHODS[method]] for kind in TYPES for method in METHODS}
-    wanted = [name.strip() for name in args.only.split(";") if name.strip()] or list(lines)
-    unknown = set(wanted) - set(lines)
+    cells = {f"{kind}, {method}": (kind, method) for kind in TYPES for method in METHODS}
+    wanted = [name.strip() for name in args.only.split(";") if name.strip()] or list(cells)
+    unknown = set(wanted) - set(cells)
     if unknown:
-        raise SystemExit(f"--only names {', '.join(sorted(unknown))}; expected some of {'; '.join(lines)}")
-    results = {name: measure(name, lines[name], args) for name in wanted}
-    print("| type and method | perplexity | bits a weight |\n|---|---|---|")
-    for name, result in results.items():
-        print(f"| {name} | {result['perplexity']:.2f} | {result['bits_per_weight']:.2f} |")
-    print(json.dumps(results))
+        raise SystemExit(f"--only names {'; '.join(sorted(unknown))}; expected some of {'; '.join(cells)}")
+    for kind, method in (cells[name] for name in wanted):
+        measure(kind, METHODS[method], record_of(args.folder, kind, method), args)
+    print(json.dumps(table(args.folder, args.samples)))
 
 
 if __name__ == "__main__":

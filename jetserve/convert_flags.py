@@ -86,7 +86,8 @@ def _define_calibration() -> None:
         flags.DEFINE_string,
         "calibration_file",
         None,
-        "All but rtn: plain text, or JSONL with a text, prompt or messages.",
+        "All but rtn: plain text, or JSONL or Parquet with a text, prompt or messages; or owner/name/FILE of a data set"
+        " on the hub.",
     )
     define(
         flags.DEFINE_integer,

@@ -53,7 +53,7 @@ class GPTQQuantizer:
 
         Args:
           bits: 4 or 8.
-          dataset: a file of plain text or JSONL, or texts.
+          dataset: a file of plain text, JSONL or Parquet, `owner/name/FILE` of a data set on the hub, or texts.
           group_size: weights that share a scale, a multiple of 32; -1 for one scale an output.
           desc_act: round the rows with the largest inputs first; groups keep their places.
           static_groups: take scales from the weights as they were also without `desc_act`.

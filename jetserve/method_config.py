@@ -37,7 +37,8 @@ class CalibrationConfig:
     """The text that a method learns from what the inputs of weights are like.
 
     Attributes:
-      file: plain text, or JSONL with a "text", a "prompt" or "messages" a line.
+      file: plain text, or JSONL or Parquet with a "text", a "prompt" or "messages" a line; one that does not exist
+        may be `owner/name/FILE` of a data set on the hub.
       texts: in place of a file.
       samples: windows, spread evenly over the text. None is as many as there are, up to 128.
       length: tokens of each. None is 2048, or what the model was made for if that is less.

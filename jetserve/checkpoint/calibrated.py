@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jetserve.checkpoint import hub
 from jetserve.checkpoint.base import CheckpointReader
 from jetserve.checkpoint.scaled import scale_layer
 from jetserve.checkpoint.source import HostWeight, make_weight, quantized_weight
@@ -61,7 +62,10 @@ def windows(
         )
     if tokenizer is None:
         raise ValueError("the checkpoint has no tokenizer beside it, which calibration text takes")
-    return calibration_windows(config.calibration, tokenizer, max_length=max_length)
+    calibration = config.calibration
+    if calibration.file is not None:
+        calibration = dataclasses.replace(calibration, file=hub.local_texts(calibration.file))
+    return calibration_windows(calibration, tokenizer, max_length=max_length)
 
 
 def describe(method: MethodConfig, tokens: np.ndarray | None) -> dict[str, Any]:

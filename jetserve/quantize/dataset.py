@@ -20,6 +20,8 @@ DEFAULT_SAMPLES = 128
 DEFAULT_LENGTH = 2048
 SHORTEST = 8
 """Tokens of a window."""
+TEXT_KEYS = ("text", "prompt", "messages")
+EXPECTED = '"text", "prompt" or "messages"'
 
 
 def calibration_windows(config: CalibrationConfig, tokenizer: Tokenizer, *, max_length: int) -> np.ndarray:
@@ -67,18 +69,23 @@ def calibration_windows(config: CalibrationConfig, tokenizer: Tokenizer, *, max_
 
 
 def read_texts(path: Path, tokenizer: Tokenizer) -> list[str]:
-    """The texts of a file: its own, or those of its lines if its name ends in .jsonl.
+    """The texts of a file: its own, or those of its lines or rows if its name ends in .jsonl or .parquet.
 
     Raises:
       ValueError: if it is not there, not UTF-8, or has a line that is not as expected, naming it.
     """
+    if not path.exists():
+        raise ValueError(
+            f"calibration file {path} does not exist; expected a file of plain text, JSONL or Parquet, or one of a"
+            " data set on the hub, owner/name/FILE"
+        )
+    if path.suffix == ".parquet":
+        rows = enumerate(_parquet_rows(path), start=1)
+        return [_text_of(row, tokenizer, f"{path}, row {number}") for number, row in rows]
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ValueError(
-            f"calibration file {path} cannot be read ({error.strerror}); expected a file of plain text or JSONL. Data"
-            " sets of a hub are not fetched: save one as JSONL"
-        ) from error
+        raise ValueError(f"calibration file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; save it as UTF-8"
@@ -86,18 +93,38 @@ def read_texts(path: Path, tokenizer: Tokenizer) -> list[str]:
     if path.suffix != ".jsonl":
         return [text]
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    return [_text_of(line, tokenizer, f"{path}, line {number}") for number, line in lines]
+    return [_text_of_line(line, tokenizer, f"{path}, line {number}") for number, line in lines]
 
 
-def _text_of(line: str, tokenizer: Tokenizer, where: str) -> str:
+def _parquet_rows(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        import pyarrow.parquet as pq
+        from pyarrow import ArrowInvalid
+    except ImportError as error:
+        raise ValueError(f"{path} takes pyarrow to be read, which is not installed: pip install pyarrow") from error
+    try:
+        with pq.ParquetFile(path) as file:
+            there = file.schema_arrow.names
+            rows: list[Mapping[str, Any]] = file.read([name for name in there if name in TEXT_KEYS]).to_pylist()
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+    if not set(there) & set(TEXT_KEYS):
+        raise ValueError(f"{path} has the columns {sorted(there)}; expected {EXPECTED}")
+    return rows
+
+
+def _text_of_line(line: str, tokenizer: Tokenizer, where: str) -> str:
     try:
         data = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON ({error}); expected an object a line") from error
-    fields: Mapping[str, Any] = data if isinstance(data, dict) else {}
+    return _text_of(data if isinstance(data, dict) else {}, tokenizer, where)
+
+
+def _text_of(fields: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> str:
     for key in ("text", "prompt"):
         if isinstance(fields.get(key), str):
             return fields[key]
     if isinstance(fields.get("messages"), Sequence):
         return tokenizer.render_chat(fields["messages"], add_generation_prompt=False)
-    raise ValueError(f'{where} has the keys {sorted(fields)}; expected "text", "prompt" or "messages"')
+    raise ValueError(f"{where} has the keys {sorted(fields)}; expected {EXPECTED}")

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 
 from jetserve.method_config import CalibrationConfig
@@ -37,10 +39,12 @@ def test_a_file_is_read_as_its_lines_say(tokenizer: Tokenizer, tmp_path: Path) -
     lines = [{"text": TEXT}, {"prompt": TEXT}, {"messages": [{"role": "user", "content": TEXT}]}]
     (tmp_path / "data.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
     (tmp_path / "data.txt").write_text(TEXT)
+    pq.write_table(pyarrow.table({"text": [TEXT], "other": [b"x"]}), tmp_path / "data.parquet")
     found = [
         calibration_windows(CalibrationConfig(file=tmp_path / name, length=32), tokenizer, max_length=64)
-        for name in ("data.txt", "data.jsonl")
+        for name in ("data.txt", "data.jsonl", "data.parquet")
     ]
+    np.testing.assert_array_equal(found[0], found[2])
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert len(found[1]) >= 3 * len(found[0])
     assert 1 in found[1]  # the chat template's own token
@@ -70,11 +74,12 @@ def test_texts_that_teach_nothing_are_refused(
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("none.txt", None, "cannot be read.*plain text or JSONL"),
+        ("none.txt", None, "does not exist; expected a file of plain text"),
         ("latin.txt", b"caf\xe9 and more", "not UTF-8: byte 0xe9 at offset 3"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": ', "bad.jsonl, line 2 is not JSON"),
         ("other.jsonl", b'{"body": "a"}', r"line 1 has the keys \['body'\]; expected \"text\""),
         ("list.jsonl", b"[1]", "line 1 has the keys"),
+        ("bad.parquet", b"text", "bad.parquet cannot be read as Parquet"),
     ],
 )
 def test_files_that_are_no_text_are_refused(
@@ -91,3 +96,9 @@ def test_exactly_one_of_file_and_texts() -> None:
         CalibrationConfig()
     with pytest.raises(ValueError, match="samples is 0"):
         CalibrationConfig(texts=("a",), samples=0)
+
+
+def test_a_table_without_texts_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pq.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "data.parquet")
+    with pytest.raises(ValueError, match=r"has the columns \['body'\]; expected \"text\""):
+        calibration_windows(CalibrationConfig(file=tmp_path / "data.parquet"), tokenizer, max_length=64)
