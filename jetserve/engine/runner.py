@@ -109,7 +109,7 @@ class Runner:
         if not rows:
             return [None] * len(plan.entries)
         if all(row.is_plain_greedy for row in rows.values()):
-            tokens = self._everywhere("sample_greedy")
+            tokens = np.asarray(self._best)
             return [SampledToken(int(tokens[i])) if i in rows else None for i in range(len(plan.entries))]
         # Entries that do not sample get an idle row, so that row i of the logits is entry i.
         idle = Row(params=sampling.GREEDY, seed=0, tokens=(), prompt_length=0)
@@ -124,15 +124,11 @@ class Runner:
 
     def compute(self, batch: RaggedBatch, all_logits: bool = False) -> jax.Array:
         """Runs the model, and keeps the logits for the sampler. Called on every process, as all below are."""
-        self._logits, self._cache = self._step(self._cache, batch, all_logits=all_logits)
+        self._logits, self._best, self._cache = self._step(self._cache, batch, all_logits=all_logits)
         return self._logits
 
-    def sample_greedy(self) -> np.ndarray:
-        """[S], of the logits that were computed last."""
-        return np.asarray(sampling.sample_greedy(self._logits).tokens)
-
     def sample(self, batch: SamplingBatch) -> Sampled:
-        """The same by every setting, as host arrays."""
+        """Tokens from the logits that were computed last, by every setting, as host arrays."""
         return jax.device_get(sampling.sample(self._logits, batch))
 
     def restore_cache(self) -> None:
@@ -155,8 +151,7 @@ class Runner:
         for done, (T, S, max_query_length) in enumerate(programs):
             progress(done, len(programs))
             logits = self._everywhere("compute", self._empty_batch(T, S, max_query_length))
-            if max_query_length == 1:  # the samplers depend on S alone, and every S is a decode size
-                self._everywhere("sample_greedy")
+            if max_query_length == 1:  # the sampler depends on S alone, and every S is a decode size
                 self._everywhere("sample", sampling.make_batch([], S, self.config.max_length, self.vocab_size))
             logits.block_until_ready()
         progress(len(programs), len(programs))

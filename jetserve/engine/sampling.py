@@ -17,6 +17,7 @@ import numpy as np
 
 from jetserve.engine import guided
 from jetserve.engine.guided import Matcher
+from jetserve.kernels import select
 from jetserve.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
 
 MAX_END_TOKENS = 32
@@ -62,12 +63,12 @@ class SamplingBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """tokens int32 [S]; of the full sampler also logprob [S] of each, and the best alternatives' ids and logprobs."""
+    """tokens int32 [S], logprob [S] of each, and the best alternatives' ids and logprobs [S, MAX_TOP_LOGPROBS]."""
 
     tokens: jax.Array
-    logprob: jax.Array | None = None
-    top_ids: jax.Array | None = None
-    top_logprobs: jax.Array | None = None
+    logprob: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,17 +142,9 @@ def make_batch(rows: Seq[Row], size: int, max_length: int, vocab_size: int) -> S
     )
 
 
-def _checked(tokens: jax.Array, *logits: jax.Array) -> jax.Array:
-    """int32 [S], with NO_TOKEN where the best of any logits is not a finite number: any NaN makes the maximum one."""
-    for rows in logits:
-        tokens = jnp.where(jnp.isfinite(jnp.max(rows, axis=-1)), tokens, NO_TOKEN)
-    return tokens.astype(jnp.int32)
-
-
-@jax.jit
-def sample_greedy(logits: jax.Array) -> Sampled:
-    """[S, V] -> the argmax of every row, or NO_TOKEN."""
-    return Sampled(tokens=_checked(jnp.argmax(logits, axis=-1), logits))
+def best_tokens(logits: jax.Array) -> jax.Array:
+    """[S, V] -> int32 [S]: the token of the greatest logit, or NO_TOKEN."""
+    return select.call("argmax", logits)
 
 
 @jax.jit
@@ -162,7 +155,10 @@ def sample(logits: jax.Array, batch: SamplingBatch) -> Sampled:
     """
     logits = logits.astype(jnp.float32)
     adjusted = jax.lax.cond(_any_adjusted(batch), jax.vmap(_adjust), lambda logits, _: logits, logits, batch)
-    tokens = _checked(_choose(adjusted, batch), logits, adjusted)
+    best = best_tokens(adjusted)
+    is_usable = (best_tokens(logits) != NO_TOKEN) & (best != NO_TOKEN)
+    drawn = jax.vmap(_draw)(cut_off(adjusted, batch), batch.seed, batch.position)
+    tokens = jnp.where(is_usable, jnp.where(batch.temperature > 0, drawn, best), NO_TOKEN)
     logprob, top_ids, top_logprobs = jax.lax.cond(
         jnp.any(batch.wants_logprobs), _logprobs, _no_logprobs, logits, tokens
     )
@@ -206,12 +202,6 @@ def _adjust(logits: jax.Array, row: SamplingBatch) -> jax.Array:
     logits = logits.at[jnp.where(row.bias_ids < 0, V, row.bias_ids)].add(row.bias, mode="drop")
     bits = row.allowed[:, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return jnp.where(bits.reshape(-1)[:V] == 1, logits, -jnp.inf)
-
-
-def _choose(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
-    """[S, V] -> [S]: the argmax at temperature 0, else a draw from what the cut-offs leave."""
-    drawn = jax.vmap(_draw)(cut_off(logits, batch), batch.seed, batch.position)
-    return jnp.where(batch.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
 
 def _draw(weights: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:

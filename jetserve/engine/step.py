@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jetserve.config import EngineConfig
+from jetserve.engine.sampling import best_tokens
 from jetserve.kernels.attention import KVPages, RaggedBatch
 from jetserve.models.base import Model
 
@@ -39,7 +41,8 @@ class Step:
 
     def __init__(self, model: Model, config: EngineConfig, cache: tuple[KVPages, ...]) -> None:
         self._dtype = jnp.dtype(config.dtype)
-        self._mesh = jax.tree.leaves(cache)[0].sharding.mesh.abstract_mesh
+        mesh = jax.tree.leaves(cache)[0].sharding.mesh
+        self._mesh = mesh.abstract_mesh
         self._graph, state = nnx.split(model)
         # Flat: jax would take a State apart, in Python, for every step.
         self.params, self._params_tree = jax.tree.flatten(state)
@@ -47,25 +50,31 @@ class Step:
             self._forward,
             static_argnames=("all_logits",),
             donate_argnames=("cache",),
-            out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding, cache)),
+            out_shardings=(None, NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda leaf: leaf.sharding, cache)),
         )
 
     def _forward(
         self, params: list[jax.Array], cache: tuple[KVPages, ...], batch: RaggedBatch, all_logits: bool = False
-    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
+    ) -> tuple[jax.Array, jax.Array, tuple[KVPages, ...]]:
         model = nnx.merge(self._graph, jax.tree.unflatten(self._params_tree, params))
         with jax.sharding.use_abstract_mesh(self._mesh):  # for kernels that work on a device's own part
             hidden, cache = model(batch, cache, dtype=self._dtype)
             if not all_logits:
                 hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-            return model.logits(hidden), cache
+            logits = model.logits(hidden)
+            return logits, best_tokens(logits), cache
 
     def __call__(
         self, cache: tuple[KVPages, ...], batch: RaggedBatch, *, all_logits: bool = False
-    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        """Logits [S, V] of every sequence's last token (of all tokens, [T, V], for evaluation), and the new pages."""
-        logits, pages = self._program(self.params, cache, batch, all_logits=all_logits)
-        return logits, pages
+    ) -> tuple[jax.Array, jax.Array, tuple[KVPages, ...]]:
+        """Runs it.
+
+        Returns:
+          Of every sequence's last token (with `all_logits`, for evaluation, of all T) the logits [S, V] and the best next
+          token, int32 [S], which costs less here than in a call of its own; and the new pages.
+        """
+        logits, best, pages = self._program(self.params, cache, batch, all_logits=all_logits)
+        return logits, best, pages
 
     @property
     def programs(self) -> int:

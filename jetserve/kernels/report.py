@@ -120,6 +120,7 @@ def _choices() -> Iterator[tuple[str, select.Choice]]:
         yield f"grouped_matmul, {name}", _with(grouped, prepared.refused)
     q, kv = jnp.zeros((T, N, H)), jnp.zeros((T, K, H))
     yield "rms_norm", select.explain("rms_norm", x, jnp.ones(D), epsilon=1e-5)
+    yield "argmax", select.explain("argmax", x)
     yield "rope", select.explain("rope", q, kv, ids, jnp.ones(H // 2))
     batch = RaggedBatch(
         tokens=ids,

@@ -150,7 +150,7 @@ def test_warm_up_compiles_everything() -> None:
     progress = []
     runner.warm_up(lambda done, total: progress.append((done, total)))
     assert [done for done, _ in progress] == list(range(progress[0][1] + 1))
-    sizes = runner._step.programs, sampling.sample._cache_size(), sampling.sample_greedy._cache_size()
+    sizes = runner._step.programs, sampling.sample._cache_size()
     compiled.clear()
     engine = Engine(runner, tokenizer())
     kinds = [
@@ -171,7 +171,7 @@ def test_warm_up_compiles_everything() -> None:
     for request in requests:
         run(engine, [request])
     assert not compiled
-    assert sizes == (runner._step.programs, sampling.sample._cache_size(), sampling.sample_greedy._cache_size())
+    assert sizes == (runner._step.programs, sampling.sample._cache_size())
 
 
 def test_a_warm_up_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,9 +439,10 @@ def test_logits_that_are_not_numbers_end_their_request_alone(
     engine = make_engine()
     step = engine.runner._step
 
-    def broken(*args: Any, **settings: Any) -> tuple[jax.Array, Any]:
-        logits, cache = step(*args, **settings)
-        return logits.at[0].set(jnp.nan), cache
+    def broken(*args: Any, **settings: Any) -> tuple[jax.Array, jax.Array, Any]:
+        logits, _, cache = step(*args, **settings)
+        logits = logits.at[0].set(jnp.nan)
+        return logits, sampling.best_tokens(logits), cache
 
     monkeypatch.setattr(engine.runner, "_step", broken)
     outputs = list(

@@ -150,7 +150,7 @@ def test_temperature_zero_is_the_argmax() -> None:
     rows = [row(SamplingParams(temperature=0, top_k=3, top_p=0.5), seed=i) for i in range(20)]
     logits = np.stack([gaussian(i) for i in range(20)])
     assert sample(logits, rows).tokens[:20].tolist() == logits.argmax(axis=-1).tolist()
-    assert sampling.sample_greedy(jnp.asarray(logits)).tokens.tolist() == logits.argmax(axis=-1).tolist()
+    assert sampling.best_tokens(jnp.asarray(logits)).tolist() == logits.argmax(axis=-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-38, 1e-30, 1e-3])

@@ -46,3 +46,22 @@ def test_rope(name: str, tokens: int, dtype: type) -> None:
         found = np.asarray(y, np.float64)
         atol = 2e-6 if dtype == jnp.float32 else 2**-6
         np.testing.assert_allclose(found, np.concatenate([expected.real, expected.imag], axis=-1), atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 64), (3, 37), (33, 1000), (0, 8)])
+@pytest.mark.parametrize("name", select.implementations("argmax"))
+def test_argmax(name: str, shape: tuple[int, int], dtype: type) -> None:
+    x = jnp.asarray(RNG.integers(-9, 10, shape), dtype)  # with many that are equal
+    found = select.call("argmax", x, implementation=name)
+    assert found.dtype == jnp.int32
+    assert found.tolist() == np.argmax(np.asarray(x), axis=-1).tolist()
+
+
+@pytest.mark.parametrize("place", [0, 5, 16, 36])
+@pytest.mark.parametrize("name", select.implementations("argmax"))
+def test_argmax_of_what_is_not_finite(name: str, place: int) -> None:
+    x = np.full((5, 37), -np.inf, np.float32)
+    x[:4, 20] = 1.0
+    x[0, place], x[1, place], x[2, place], x[3, place] = np.nan, np.inf, -np.inf, 2.0
+    assert select.call("argmax", jnp.asarray(x), implementation=name).tolist() == [-1, -1, 20, place, -1]

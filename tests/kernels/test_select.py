@@ -10,7 +10,7 @@ import pytest
 
 from jetserve.kernels import select
 
-OPERATIONS = ("attention", "embedding_lookup", "projections", "quantized_matmul", "rms_norm", "rope")
+OPERATIONS = ("argmax", "attention", "embedding_lookup", "projections", "quantized_matmul", "rms_norm", "rope")
 
 
 def refuse(*_: Any, **__: Any) -> None:

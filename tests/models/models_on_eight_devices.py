@@ -11,7 +11,17 @@ from tiny_models import FIRST, make, make_texts
 from jetserve.kernels import select
 
 REFERENCE = dict.fromkeys(
-    ("quantized_matmul", "attention", "embedding_lookup", "rms_norm", "rope", "projections", "grouped_matmul"), "xla"
+    (
+        "quantized_matmul",
+        "attention",
+        "embedding_lookup",
+        "rms_norm",
+        "rope",
+        "projections",
+        "grouped_matmul",
+        "argmax",
+    ),
+    "xla",
 )
 STEPS = [[Piece(sequence=0, start=0, stop=28)], [Piece(sequence=0, start=28, stop=29)]]
 

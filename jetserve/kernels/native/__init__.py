@@ -22,6 +22,7 @@ TARGETS = (
     "jetserve_embedding_lookup",
     "jetserve_rms_norm",
     "jetserve_rope",
+    "jetserve_argmax",
     "jetserve_attention_f32",
     "jetserve_attention_bf16",
     "jetserve_attention_s8",

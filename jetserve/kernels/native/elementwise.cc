@@ -1,6 +1,8 @@
 // The small operations between matmuls, each of which XLA would make several calls of.
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "common.h"
@@ -62,6 +64,29 @@ ffi::Error RopeImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<f
   return ffi::Error::Success();
 }
 
+// The first index of the greatest of V numbers; -1 if that is not finite, or any is NaN.
+int32_t Argmax(const float* x, int64_t V) {
+  const int64_t whole = V / kLanes * kLanes;
+  VecF top = Splat(-std::numeric_limits<float>::infinity());
+  VecI poison = {};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const VecF v = LoadF(x + i);
+    top = v > top ? v : top, poison |= v != v;
+  }
+  float best = -std::numeric_limits<float>::infinity();
+  bool has_nan = false;
+  auto see = [&](float v) { best = std::max(best, v), has_nan |= v != v; };
+  for (int l = 0; l < kLanes; ++l) see(top[l]), has_nan |= poison[l] != 0;
+  for (int64_t i = whole; i < V; ++i) see(x[i]);
+  return has_nan || !std::isfinite(best) ? -1 : static_cast<int32_t>(std::find(x, x + V, best) - x);
+}
+
+ffi::Error ArgmaxImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> indices) {
+  const int64_t S = x.dimensions()[0], V = x.dimensions()[1];
+  ParallelFor(pool, S, [&](int64_t s) { indices->typed_data()[s] = Argmax(x.typed_data() + s * V, V); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jetserve_rms_norm, RmsNormImpl,
@@ -81,5 +106,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jetserve_rope, RopeImpl,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jetserve_argmax, ArgmaxImpl,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::S32>>());
 
 }  // namespace jetserve

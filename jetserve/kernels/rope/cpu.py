@@ -15,6 +15,6 @@ def run(
     """See the package."""
     native.require_one_device()
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (q, k)]
-    call = jax.ffi.ffi_call("jetserve_rope", results, input_output_aliases={0: 0, 1: 1})
+    call = jax.ffi.ffi_call("jetserve_rope", results)
     rotated = call(q.astype(jnp.float32), k.astype(jnp.float32), positions, inverse_frequencies.astype(jnp.float32))
     return rotated[0].astype(q.dtype), rotated[1].astype(k.dtype)

@@ -1,0 +1,1 @@
+"""The first index of the greatest number of every row: `[S, V]` -> int32 `[S]`; -1 where that is not a finite number."""
