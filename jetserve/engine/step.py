@@ -70,8 +70,8 @@ class Step:
         """Runs it.
 
         Returns:
-          Of every sequence's last token (with `all_logits`, for evaluation, of all T) the logits [S, V] and the best next
-          token, int32 [S], which costs less here than in a call of its own; and the new pages.
+          Of every sequence's last token (with `all_logits`, for evaluation, of all T) the logits [S, V] and the best
+          next token, int32 [S], which costs less here than in a call of its own; and the new pages.
         """
         logits, best, pages = self._program(self.params, cache, batch, all_logits=all_logits)
         return logits, best, pages

@@ -13,7 +13,7 @@ from jetserve.plan.run import prepare
 from jetserve.plan.subject import Placed
 from jetserve.testing import make_tiny_checkpoint
 
-LAYERS, LINEARS_A_LAYER, BATCH = 2, 7, 8
+LAYERS, LINEARS_A_LAYER, BATCH, DEVICES = 2, 7, 8, 4
 KERNEL = re.compile(r"%(quantized_matmul_int\d|decode_attention)[.\d]* = .* custom-call\((.*?)\), custom_call_target")
 INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<dtype>\w+)\[(?P<shape>[\d,]*)\]\S* (?P<op>[\w\-]+)\((?P<operands>.*)"
@@ -89,9 +89,12 @@ def test_int4_weights_stay_int4_until_they_are_multiplied(placed: Placed, decode
 
 
 def test_two_sums_a_layer(decode: jax.stages.Compiled) -> None:
-    """And two more a step: of the embedding that was looked up, and of the logits."""
-    kinds = [found.kind for found in hlo.collectives(text_of(decode))]
-    assert kinds == ["all-reduce"] * (2 * LAYERS + 2)
+    """And two more a step, of the embedding that was looked up and of the logits; and each device's best token."""
+    found = hlo.collectives(text_of(decode))
+    gathers = [collective for collective in found if collective.kind == "all-gather"]
+    assert [collective.kind for collective in found if collective not in gathers] == ["all-reduce"] * (2 * LAYERS + 2)
+    assert len(gathers) <= 2
+    assert all(collective.result_bytes <= 4 * DEVICES * BATCH for collective in gathers)
 
 
 def test_memory(placed: Placed, decode: jax.stages.Compiled) -> None:
@@ -107,5 +110,5 @@ def test_memory(placed: Placed, decode: jax.stages.Compiled) -> None:
 def test_a_step_takes_what_the_last_one_returned(decode: jax.stages.Compiled) -> None:
     """Pages come back in the layout and the sharding in which they went in: nothing is compiled or moved in between."""
     (_, pages, _), _ = decode.input_formats
-    _, returned = decode.output_formats
+    _, _, returned = decode.output_formats
     assert jax.tree.leaves(pages) == jax.tree.leaves(returned)

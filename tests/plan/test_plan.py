@@ -62,7 +62,8 @@ def test_a_checkpoint_on_four_chips(checkpoint: Path, all_layers: bool) -> None:
     assert found["weights_bytes_per_device"] < 1.12 * found["ideal_weights_bytes_per_device"]
     arguments = found["weights_bytes_per_device"] + found["kv_cache_bytes_per_device"]
     assert arguments <= found["argument_bytes_per_device"] < 1.05 * arguments
-    assert found["collectives"] == {"all-reduce": 2 * LAYERS + 2}
+    # The last two bring together the best token of each device's part of the vocabulary.
+    assert found["collectives"] == {"all-reduce": 2 * LAYERS + 2, "all-gather": 2}
     for key in ("roofline_step_ms", "estimated_step_ms", "tokens_per_second", "dollars_per_million_tokens"):
         assert found[key] > 0
     assert found["largest_batch_size"] > 8

@@ -1,1 +1,1 @@
-"""The first index of the greatest number of every row: `[S, V]` -> int32 `[S]`; -1 where that is not a finite number."""
+"""The first index of the greatest of every row: `[S, V]` -> int32 `[S]`; -1 where that is not a finite number."""

@@ -238,7 +238,7 @@ template <typename Page>
 void Attend(const Batch& b, const Pages<Page>& pages, const float* q, float* out, int64_t s, int64_t head, int64_t t0,
             int64_t t1) {
   const int64_t R = b.QueryHeads(), H = b.H, rows = (t1 - t0) * R;
-  std::vector<float> room(2 * kChunk * H + rows * H);
+  Room<float> room(2 * kChunk * H + rows * H);
   float* scaled = room.data() + 2 * kChunk * H;
   std::vector<Query> queries(rows);
   for (int64_t i = 0; i < rows; ++i, scaled += H) {

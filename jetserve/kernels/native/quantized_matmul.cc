@@ -228,16 +228,21 @@ struct Outlier {
 template <typename Value>
 struct Activations {
   int64_t T, steps, rows;
-  std::vector<Value> values;    // [groups, steps, rows, 32], K padded to whole steps
-  std::vector<float> scale;     // [groups, steps, rows]; none for float
-  std::vector<float> step_sum;  // [groups, steps, rows], of x as the values say it
+  Room<Value> values;    // [groups, steps, rows, 32], K padded to whole steps
+  Room<float> scale;     // [groups, steps, rows]; none for float
+  Room<float> step_sum;  // [groups, steps, rows], of x as the values say it
   std::vector<std::vector<Outlier>> outliers;  // [T] rows of them; none but for int8
   std::vector<int64_t> channels;  // k's that have any
 
   Activations(int64_t T, int64_t steps)
       : T(T), steps(steps), rows(std::min<int64_t>(T == 3 ? 4 : T, kMaxRows)), values(Groups() * steps * rows * kStep),
         scale(std::is_same_v<Value, float> ? 0 : Groups() * steps * rows), step_sum(Groups() * steps * rows),
-        outliers(std::is_same_v<Value, int8_t> ? T : 0) {}
+        outliers(std::is_same_v<Value, int8_t> ? T : 0) {
+    const int64_t padded = T % rows ? (Groups() - 1) * steps * rows : step_sum.size();  // the last group, if it is
+    std::fill(values.data() + padded * kStep, values.data() + values.size(), Value{});
+    if (scale.size()) std::fill(scale.data() + padded, scale.data() + scale.size(), 0.0f);
+    std::fill(step_sum.data() + padded, step_sum.data() + step_sum.size(), 0.0f);
+  }
 
   int64_t Groups() const { return (T + rows - 1) / rows; }
   // Of a step of row t, among all steps of all rows.
@@ -245,14 +250,16 @@ struct Activations {
 
   // Numbers the channels of outliers, which hold their k until now.
   void NumberChannels() {
-    std::vector<int64_t> numbers(outliers.empty() ? 0 : steps * kStep, -1);
+    static thread_local std::vector<int32_t> numbers;  // by k, plus 1; all 0 between calls
+    numbers.resize(std::max<size_t>(numbers.size(), steps * kStep));
     for (std::vector<Outlier>& row : outliers) {
       for (Outlier& outlier : row) {
-        int64_t& number = numbers[outlier.channel];
-        if (number < 0) number = channels.size(), channels.push_back(outlier.channel);
-        outlier.channel = number;
+        int32_t& number = numbers[outlier.channel];
+        if (number == 0) channels.push_back(outlier.channel), number = static_cast<int32_t>(channels.size());
+        outlier.channel = number - 1;
       }
     }
+    for (int64_t k : channels) numbers[k] = 0;
   }
 };
 
@@ -274,15 +281,17 @@ struct Range {
       second = least > second ? least : second;
       poison += v - v;
     }
+    float greatest[kLanes], others[kLanes];
+    StoreF(greatest, top), StoreF(others, second);
     for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
       for (int i = 0; i < half; ++i) {
-        const float other = top[i + half], least = std::min(top[i], other);
-        second[i] = std::max({second[i], second[i + half], least});
-        top[i] = std::max(top[i], other);
+        const float a = greatest[i], b = greatest[i + half], c = std::max(others[i], others[i + half]);
+        others[i] = std::max(c, std::min(a, b)), greatest[i] = std::max(a, b);
       }
     }
     const float none = Sum(poison);  // 0, or NaN
-    most = top[0] + none, next = second[0] + none;
+    most = greatest[0] + none, next = others[0] + none;
   }
 };
 
@@ -349,7 +358,7 @@ template <typename Value>
 const float* BlockSums(const Activations<Value>& x, int64_t block_steps, std::vector<float>& room) {
   if (block_steps == 1) return x.step_sum.data();
   room.resize(x.step_sum.size() / block_steps);
-  for (size_t i = 0; i < x.step_sum.size(); ++i) room[i / x.rows / block_steps * x.rows + i % x.rows] += x.step_sum[i];
+  for (int64_t i = 0; i < x.step_sum.size(); ++i) room[i / x.rows / block_steps * x.rows + i % x.rows] += x.step_sum[i];
   return room.data();
 }
 
@@ -504,7 +513,7 @@ void AddOutliers(const Weight& w, int64_t tile, const Activations<Value>& x, int
 template <template <int> typename Rows>
 void Tiles(const Weight& w, int64_t tile, int64_t last, const Activations<typename Rows<1>::Value>& x, int64_t group,
            int64_t last_group) {
-  std::vector<float> room(w.channels.size() * kLanes);
+  Room<float> room(w.channels.size() * kLanes);
   while (tile < last) {
     const int count = x.rows > 2 && last - tile >= kTiles ? kTiles : 1;
     if (x.rows == 1) AnyTile<Rows, 1, 1, false>(w, tile, x, 0, 0, w.steps, nullptr);
@@ -512,7 +521,7 @@ void Tiles(const Weight& w, int64_t tile, int64_t last, const Activations<typena
     else if (count == kTiles) TileGroups<Rows, kTiles>(w, tile, x, group, last_group);
     else TileGroups<Rows, 1>(w, tile, x, group, last_group);
     for (const int64_t end = tile + count; tile < end; ++tile) {
-      if (room.empty()) continue;
+      if (room.size() == 0) continue;
       AddOutliers(w, tile, x, group * x.rows, std::min(x.T, last_group * x.rows), room.data());
     }
   }
