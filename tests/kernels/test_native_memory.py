@@ -1,6 +1,7 @@
 """Memory that kernels stream through: every array has its own."""
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,3 +38,19 @@ def test_arrays_are_aligned_and_may_be_larger_than_a_chunk(monkeypatch: pytest.M
         copy = arena.copy(a)
         np.testing.assert_array_equal(copy, a)
         assert copy.ctypes.data % ALIGNMENT == 0
+
+
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="this system does not list a process's memory")
+def test_memory_is_of_the_kind_that_has_huge_pages() -> None:
+    """Private: most systems give none to shared memory."""
+    copy = Arena().copy(np.ones(2**20, np.uint8))
+    for line in MAPS.read_text().splitlines():
+        limits, permissions, *_ = line.split()
+        first, last = (int(limit, 16) for limit in limits.split("-"))
+        if first <= copy.ctypes.data < last:
+            assert permissions == "rw-p"
+            return
+    pytest.fail("the array is nowhere")

@@ -33,10 +33,9 @@ class Arena:
         """A chunk, and where in it `size` bytes are nobody else's."""
         with self._lock:
             if self._chunk is None or self._used + size > len(self._chunk):
-                self._chunk, self._used = (
-                    mmap.mmap(-1, max(CHUNK, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
-                    0,
-                )
+                # Shared memory, mmap's own choice, gets no huge pages on most systems.
+                private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                self._chunk, self._used = mmap.mmap(-1, max(CHUNK, size), flags=private), 0
                 if hasattr(mmap, "MADV_HUGEPAGE"):
                     self._chunk.madvise(mmap.MADV_HUGEPAGE)
             start = self._used
