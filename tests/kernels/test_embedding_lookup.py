@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jetserve.kernels import select
-from jetserve.kernels.quantized_matmul.pallas_tpu import SplitWeight
+from jetserve.kernels.split import SplitWeight
 from jetserve.quantize.qarray import QuantizationConfig, cast_values, dequantize, quantize
 
 IDS = jnp.asarray([0, 9, 9, 3, 1], jnp.int32)

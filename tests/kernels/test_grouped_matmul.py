@@ -29,10 +29,8 @@ def by_hand(x: np.ndarray, matrices: np.ndarray, sizes: tuple[int, ...]) -> np.n
     return np.concatenate([part @ w for part, w in zip(parts, matrices, strict=True)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", KINDS, ids=lambda c: "float" if c is None else f"{c.name}-{c.symmetric}")
-@pytest.mark.parametrize("implementation", select.implementations("grouped_matmul"))
-def test_every_row_meets_its_experts_matrix(implementation: str, config: QuantizationConfig | None) -> None:
+def check_every_row(implementation: str, config: QuantizationConfig | None) -> None:
+    """Whichever expert it belongs to, and however many others do."""
     rng = np.random.default_rng(0)
     plain = jnp.asarray(rng.standard_normal((K, EXPERTS * N)), jnp.float32)
     weight = by_expert(plain if config is None else cast_values(quantize(plain, config), config.bits), EXPERTS)
@@ -46,6 +44,13 @@ def test_every_row_meets_its_experts_matrix(implementation: str, config: Quantiz
                 expected = by_hand(x, matrices, sizes)
                 found = run(x, prepared, jnp.asarray(sizes, jnp.int32))
                 np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", KINDS, ids=lambda c: "float" if c is None else f"{c.name}-{c.symmetric}")
+@pytest.mark.parametrize("implementation", select.implementations("grouped_matmul"))
+def test_every_row_meets_its_experts_matrix(implementation: str, config: QuantizationConfig | None) -> None:
+    check_every_row(implementation, config)
 
 
 def test_activations_are_rounded_where_that_is_asked_for() -> None:

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from test_attention import Case, Problem
+from test_grouped_matmul import EXPERTS, KINDS, SIZES, K, check_every_row
 from test_quantized_matmul import CASES, check, run
 
 from jetserve.config import MeshConfig
 from jetserve.kernels.attention import pallas_tpu as attention
 from jetserve.kernels.quantized_matmul import pallas_tpu, tiles
+from jetserve.kernels.split import SplitWeight
 from jetserve.parallel.mesh import make_mesh
+from jetserve.quantize.qarray import QuantizationConfig
 from jetserve.testing import MatmulCase
 
 pytestmark = pytest.mark.slow
@@ -61,10 +64,25 @@ def test_matmul_over_a_mesh(contracted: str | None, output: str | None, monkeypa
     case = MatmulCase(bits=4, block_size=32, zero_point="integer")
     x, w, expected = case.build()
     monkeypatch.setattr(tiles, "find", lambda weight, rows: TILE)
-    weight = pallas_tpu.SplitWeight(weight=w, contracted=contracted, output=output)
+    weight = SplitWeight(weight=w, contracted=contracted, output=output)
     with pltpu.force_tpu_interpret_mode(), jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         y = jax.jit(pallas_tpu.run)(x, weight)
     check(np.asarray(y, np.float64), expected, case)
+
+
+@pytest.mark.parametrize(
+    "config", [kind for kind in KINDS if kind and kind.block_size], ids=lambda c: f"{c.name}-{c.symmetric}"
+)
+def test_experts(config: QuantizationConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    multiply = pallas_tpu.multiply
+    monkeypatch.setattr(
+        pallas_tpu, "multiply", lambda x, *args, **kw: shapes.append(x.shape) or multiply(x, *args, **kw)
+    )
+    monkeypatch.setattr(tiles, "find", lambda weight, rows: TILE)
+    with pltpu.force_tpu_interpret_mode():
+        check_every_row("pallas_tpu", config)
+    assert shapes == [(-(-rows // 32) * 32, EXPERTS * K) for rows in SIZES]
 
 
 def test_a_device_that_was_not_looked_at_takes_the_einsum() -> None:

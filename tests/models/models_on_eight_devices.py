@@ -41,5 +41,6 @@ def test_sharded_is_unsharded(name: str, experts: int, tmp_path: Path) -> None:
     texts = make_texts()[1:2]
     with select.choose(**REFERENCE):
         expected = Replay(tmp_path, texts, **settings).run(STEPS)[0]
+    with select.choose(**REFERENCE | {"grouped_matmul": "split"}):
         found = Replay(tmp_path, texts, devices=8, experts=experts, **settings).run(STEPS)[0]
     np.testing.assert_allclose(found, expected, atol=1e-3)

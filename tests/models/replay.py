@@ -41,7 +41,7 @@ class Replay:
         experts: int = 1,
         **settings: Any,
     ) -> None:
-        placed = make_mesh(MeshConfig(expert=experts), jax.devices()[:devices])
+        self._mesh = placed = make_mesh(MeshConfig(expert=experts), jax.devices()[:devices])
         loaded = load_model(folder, mesh=placed, dtype=jnp.float32, **settings)
         self.texts = texts
         self._graph, self._params = nnx.split(loaded.model)
@@ -61,7 +61,8 @@ class Replay:
         cache, out = self._cache(), [[] for _ in self.texts]
         for pieces in steps:
             decode = all(piece.stop - piece.start == 1 for piece in pieces)
-            logits, cache = self._forward(self._params, cache, self._batch(pieces, decode))
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):  # as `Step` does
+                logits, cache = self._forward(self._params, cache, self._batch(pieces, decode))
             start = 0
             for piece in pieces:
                 stop = start + piece.stop - piece.start

@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from jetserve.config import CacheConfig, EngineConfig
+from jetserve.config import CacheConfig, EngineConfig, MeshConfig
 from jetserve.plan import compile as plan_compile
 from jetserve.plan import hlo
 from jetserve.plan.config import PlanConfig
@@ -45,6 +45,17 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Placed:
 @pytest.fixture(scope="module")
 def decode(placed: Placed) -> jax.stages.Compiled:
     return plan_compile.lower(placed, tokens=BATCH, sequences=BATCH, decode=True).compile()
+
+
+@pytest.fixture(scope="module", params=[MeshConfig(), MeshConfig(expert=8)], ids=["within", "over"])
+def experts(request: pytest.FixtureRequest) -> str:
+    """The program of a layer of Mixtral, its experts split or shared out: a decode step's."""
+    engine = EngineConfig(mesh=request.param, max_sequences=BATCH, max_length=2048, dtype="bfloat16")
+    config = PlanConfig(
+        model_name="mixtral", size="8x7b", topology="v5e:2x4", quantize_type="int4_blockwise", engine=engine
+    )
+    placed = prepare(config)[1].with_layers(1)
+    return text_of(plan_compile.lower(placed, tokens=BATCH, sequences=BATCH, decode=True).compile())
 
 
 def text_of(compiled: jax.stages.Compiled) -> str:
@@ -95,6 +106,14 @@ def test_two_sums_a_layer(decode: jax.stages.Compiled) -> None:
     assert [collective.kind for collective in found if collective not in gathers] == ["all-reduce"] * (2 * LAYERS + 2)
     assert len(gathers) <= 2
     assert all(collective.result_bytes <= 4 * DEVICES * BATCH for collective in gathers)
+
+
+def test_experts_stay_where_they_are(experts: str) -> None:
+    """They are kernels, over int4, and nothing but rows (and what few numbers route them) is sent between devices."""
+    gate, up, of_a_value = 14336, 14336, 2
+    assert max(found.result_bytes for found in hlo.collectives(experts)) <= 2 * BATCH * (gate + up) * of_a_value
+    assert converted_weights(experts) == []
+    assert [name for name, _ in KERNEL.findall(experts)].count("quantized_matmul_int4") == LINEARS_A_LAYER
 
 
 def test_memory(placed: Placed, decode: jax.stages.Compiled) -> None:

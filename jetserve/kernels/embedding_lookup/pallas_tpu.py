@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jetserve.kernels.embedding_lookup import xla
-from jetserve.kernels.quantized_matmul.pallas_tpu import SplitWeight
+from jetserve.kernels.split import SplitWeight
 from jetserve.quantize.qarray import Weight
 
 PLATFORMS = frozenset({"tpu"})

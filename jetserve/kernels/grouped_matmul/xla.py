@@ -15,8 +15,7 @@ def run(x: jax.Array, w: Weight, group_sizes: jax.Array, *, out_dtype: jnp.dtype
     if not isinstance(w, QArray):
         return _ragged(x, w, group_sizes).astype(out_dtype)
     if w.quantize_activation:
-        values, scale = quantize_activation(x)
-        x = (values * scale).astype(x.dtype)
+        x = rounded(x)
     expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
     if not w.blockwise:
         return _scaled(x, w.values, w.scale, w.zero_point, expert, group_sizes).astype(out_dtype)
@@ -30,6 +29,12 @@ def run(x: jax.Array, w: Weight, group_sizes: jax.Array, *, out_dtype: jnp.dtype
 
     start = jnp.zeros((x.shape[0], w.values.shape[-1]), jnp.float32)
     return jax.lax.fori_loop(0, blocks, add, start).astype(out_dtype)
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """As int8 activations hold it."""
+    values, scale = quantize_activation(x)
+    return (values * scale).astype(x.dtype)
 
 
 def _ragged(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@ works on its own part of the weight, and rows that are split are summed once.
 `tiles` knows how large tiles are, and where the compiler expects the einsum to be faster: there it is the einsum.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -15,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jetserve.kernels.quantized_matmul import tiles, xla
+from jetserve.kernels.split import SplitWeight, split
 from jetserve.quantize.qarray import QArray, Weight, quantize_activation
 
 PLATFORMS = frozenset({"tpu"})
@@ -27,23 +27,10 @@ ROW_STEP = 32
 """Rows come in this many: a tile of int8, two of bfloat16."""
 MOST_UNROLLED = 2**17
 """Sums of a tile, up to which several blocks of a turn are worked on at once."""
+SUMS = 4
+"""Of a tile, in float32, that are in VMEM at once."""
 VMEM_BYTES = 48 * 2**20
 """That the kernel may use; devices have 64 MiB or more."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SplitWeight:
-    """A weight over several devices: the mesh axes that split its rows and its columns, None for neither."""
-
-    weight: QArray
-    contracted: str | None = dataclasses.field(metadata={"static": True})
-    output: str | None = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(K, N), of all devices together."""
-        return self.weight.shape
 
 
 def prepare(weight: Weight, *, exact_activations: bool = False) -> QArray | SplitWeight:
@@ -52,11 +39,7 @@ def prepare(weight: Weight, *, exact_activations: bool = False) -> QArray | Spli
     if not isinstance(weight, QArray):
         raise NotImplementedError("the weight is not quantized")
     _check(weight)
-    sharding = weight.values.sharding
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return weight
-    contracted, _, output = (*sharding.spec, None, None, None)[:3]
-    return SplitWeight(weight=weight, contracted=contracted, output=output)
+    return split(weight)
 
 
 def run(x: jax.Array, w: Weight | SplitWeight, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -96,32 +79,39 @@ def _check(weight: QArray) -> None:
 
 
 def _split(on_one_device: Any, x: jax.Array, w: SplitWeight) -> jax.Array:
-    weight = w.weight
-    side: Any = PartitionSpec(w.contracted, w.output)
-    columns: Any = PartitionSpec(w.contracted, None, w.output)
-    specs = dataclasses.replace(
-        weight,
-        values=columns,
-        scale=side,
-        zero_point=None if weight.zero_point is None else side,
-    )
-
     def part(x: jax.Array, weight: QArray) -> jax.Array:
         y = on_one_device(x, weight)
         return y if w.contracted is None else jax.lax.psum(y, w.contracted)
 
     return jax.shard_map(
         part,
-        in_specs=(PartitionSpec(None, w.contracted), specs),
+        in_specs=(PartitionSpec(None, w.contracted), w.specs),
         out_specs=PartitionSpec(None, w.output),
         check_vma=False,
-    )(x, weight)
+    )(x, w.weight)
+
+
+def rows_at_once(rows: int, dtype: jnp.dtype, w: QArray, tile: tiles.Tile) -> int:
+    """Of so many rows of x, those that a program takes: fewer than the tile's where all their blocks do not fit VMEM.
+
+    They divide `rows`, a multiple of `ROW_STEP`; 0 where not even that many fit.
+    """
+    G, g, N = w.values.shape
+    columns = min(tile.columns, N)
+    sides = w.scale.dtype.itemsize * (1 if w.zero_point is None else 2)
+    # Twice, since the next is fetched while one is worked on.
+    whole = 2 * columns * (G * sides + max(tile.depth, g) * w.bits // 8)
+    of_a_row = 2 * G * g * dtype.itemsize + SUMS * columns * 4
+    steps = range(ROW_STEP, min(rows, tile.rows) + 1, ROW_STEP)
+    return max((T for T in steps if rows % T == 0 and whole + T * of_a_row <= VMEM_BYTES), default=0)
 
 
 def multiply(x: jax.Array, w: QArray, *, tile: tiles.Tile, out_dtype: jnp.dtype) -> jax.Array:
     """[T, K] x [K, N] -> [T, N] on one device."""
     G, g, N = w.values.shape
-    T, columns = min(x.shape[0], tile.rows), min(tile.columns, N)
+    T, columns = rows_at_once(x.shape[0], x.dtype, w, tile), min(tile.columns, N)
+    if not T:
+        raise NotImplementedError(f"of a weight with {G * g} rows not even {ROW_STEP} rows of x fit the device's VMEM")
     blocks = max(b for b in range(1, max(1, tile.depth // g) + 1) if G % b == 0)  # of a turn
     arrays = [x.reshape(-1, G, g).swapaxes(0, 1), w.values]  # a block is a leading index
     sides = [side for side in (w.scale, w.zero_point) if side is not None]
