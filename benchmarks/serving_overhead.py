@@ -3,22 +3,27 @@
     python benchmarks/serving_overhead.py
 
 Streams begin together and have equally many tokens, so a rate is tokens over the time from the first request to the
-last token. The ways take turns, and a ratio is the median of those of the rounds. The servers' client is `python -m
-jetserve.loadtest` in a process of its own: on a small machine it takes cores from the server, so the CPU time of the
-serving process, clients not counted, is there too. The last line of standard output is a JSON object.
+last token. All ways make text of the tokens. The engine alone is measured before and after every other way, because
+machines change their speed: a ratio is to the mean of the two, and of several rounds the median. The servers' client is
+`python -m jetserve.loadtest`, in a process of its own and of the lowest priority: it takes what the server leaves of
+the cores. CPU time is that of the serving process. The last line of standard output is a JSON object.
 """
 
 import argparse
 import asyncio
 import dataclasses
+import gc
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+import uvloop
 
 from jetserve.config import CacheConfig, EngineConfig, ModelSource, ServerConfig
 from jetserve.default_model import default_cache_dir
@@ -80,15 +85,10 @@ async def through_server(url: str, streams: int, tokens: int) -> float:
         "output_tokens": tokens,
         "seed": next(_numbers),
     }
-    client = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "jetserve.loadtest"),
-        *(f"--{name}={value}" for name, value in settings.items()),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    output, _ = await client.communicate()
-    report = json.loads(output.splitlines()[-1])
+    command = ["nice", "-n", "19", sys.executable, "-m", "jetserve.loadtest"]
+    command += [f"--{name}={value}" for name, value in settings.items()]
+    client = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
+    report = json.loads(client.stdout.splitlines()[-1])
     if report["failed"]:
         raise RuntimeError(f"{report['failed']} requests failed: {report['failures']}")
     return report["output_tokens_per_second"]
@@ -96,9 +96,12 @@ async def through_server(url: str, streams: int, tokens: int) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one round: tokens a second, and the CPU time of this process, all threads, in microseconds a token."""
+    """Of one measurement: tokens a second, those of the engine alone next to it, and the CPU time of this process, all
+    threads, in microseconds a token.
+    """
 
     rate: float
+    engine_rate: float
     cpu: float
 
 
@@ -113,19 +116,31 @@ async def measure(engine: Engine, args: argparse.Namespace) -> dict[str, list[Co
     await grpc_server.start(front, observer)
     await http_server.start(front, observer, model=args.model)
     ways: dict[str, Callable[[], Awaitable[float]]] = {
-        "engine": lambda: engine_alone(alone, args.streams, args.tokens),
         "asyncio": lambda: through_asyncio(front, args.streams, args.tokens),
         "grpc": lambda: through_server(f"grpc://127.0.0.1:{grpc_server.port}", args.streams, args.tokens),
         "http": lambda: through_server(http_server.url, args.streams, args.tokens),
     }
-    costs: dict[str, list[Cost]] = {name: [] for name in ways}
+
+    async def once(name: str, way: Callable[[], Awaitable[float]]) -> tuple[float, float]:
+        before = time.process_time()
+        rate = await way()
+        cpu = 1e6 * (time.process_time() - before) / (args.streams * args.tokens)
+        print(f"{name:8} {rate:10,.0f} tokens/s {cpu:8.0f} us", file=sys.stderr, flush=True)
+        return rate, cpu
+
+    async def once_alone() -> float:
+        rate, cpu = await once("engine", lambda: engine_alone(alone, args.streams, args.tokens))
+        costs["engine"].append(Cost(rate=rate, engine_rate=rate, cpu=cpu))
+        return rate
+
+    costs: dict[str, list[Cost]] = {name: [] for name in ("engine", *ways)}
+    before = await once_alone()
     for _ in range(args.rounds):
         for name, way in ways.items():
-            before = time.process_time()
-            rate = await way()
-            used = time.process_time() - before
-            costs[name].append(Cost(rate=rate, cpu=1e6 * used / (args.streams * args.tokens)))
-            print(f"{name:8} {rate:10,.0f} tokens/s {costs[name][-1].cpu:8.0f} us", file=sys.stderr, flush=True)
+            rate, cpu = await once(name, way)
+            after = await once_alone()
+            costs[name].append(Cost(rate=rate, engine_rate=(before + after) / 2, cpu=cpu))
+            before = after
     await front.stop()
     await asyncio.gather(grpc_server.stop(1), http_server.stop(1))
     return costs
@@ -147,13 +162,12 @@ def main() -> None:
         source = ModelSource(checkpoint_path=path, cache_dir=default_cache_dir())
         engine = build_engine(source, config, max_length=MAX_LENGTH)
     engine.runner.warm_up()
-    costs = asyncio.run(measure(engine, args))
+    gc.collect()
+    gc.freeze()  # as `serve` does
+    costs = uvloop.run(measure(engine, args))
     rates = {name: statistics.median(cost.rate for cost in each) for name, each in costs.items()}
     cpu = {name: statistics.median(cost.cpu for cost in each) for name, each in costs.items()}
-    ratios = {
-        name: statistics.median(cost.rate / engine.rate for cost, engine in zip(each, costs["engine"], strict=True))
-        for name, each in costs.items()
-    }
+    ratios = {name: statistics.median(cost.rate / cost.engine_rate for cost in each) for name, each in costs.items()}
     print("           tokens/s   of the engine's   CPU us a token", file=sys.stderr)
     for name, rate in rates.items():
         print(f"{name:8} {rate:10,.0f} {100 * ratios[name]:15.1f} % {cpu[name]:16.0f}", file=sys.stderr)

@@ -18,11 +18,10 @@ import enum
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from typing import Self
+from collections.abc import Iterable
 
 from jetserve.engine.engine import Engine
-from jetserve.engine.mailbox import Item, Mailbox, Post
+from jetserve.engine.mailbox import Item, Mailbox, Outputs, Post
 from jetserve.engine.scheduler import QueueFullError
 from jetserve.types import EngineStats, FinishReason, Request, RequestOutput, Usage
 
@@ -60,37 +59,6 @@ class _Consumer:
         self.post = post
         self.mailbox = Mailbox()
         self.remaining = request.sampling.n
-
-
-class Outputs:
-    """The outputs of all samples of one request, as they come, joined where several wait: `async for`, in one task.
-
-    `aclose` ends the request before the next step and frees its pages, to no effect on one that is over. One that is
-    dropped unread runs on to its end, so wrap it in `contextlib.aclosing`.
-    """
-
-    def __init__(self, consumer: _Consumer, leave: Callable[[_Consumer], None]) -> None:
-        self._consumer = consumer
-        self._leave = leave
-        self._is_over = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        """Raises DrainingError or EngineDeadError if the engine ends first, and what `Engine.submit` raises."""
-        if self._is_over:
-            raise StopAsyncIteration
-        try:
-            return await self._consumer.mailbox.get()
-        except BaseException:  # the end, or the task that reads is cancelled
-            await self.aclose()
-            raise
-
-    async def aclose(self) -> None:
-        """See the class."""
-        self._is_over = True
-        self._leave(self._consumer)
 
 
 @dataclasses.dataclass(eq=False)
@@ -141,7 +109,7 @@ class AsyncEngine:
         """
         consumer = _Consumer(request, self._post_to(asyncio.get_running_loop()))
         self._enter(consumer)
-        return Outputs(consumer, self._leave)
+        return Outputs(consumer.mailbox, functools.partial(self._leave, consumer))
 
     def _post_to(self, loop: asyncio.AbstractEventLoop) -> Post:
         with self._shared.condition:
@@ -269,9 +237,9 @@ class AsyncEngine:
         """Waits for something to do, then lets requests in and out of the engine; False if it is to stop."""
         shared = self._shared
         with shared.condition:
-            shared.condition.wait_for(self._has_commands)
-            if not self.is_live:
-                return False
+            shared.condition.wait_for(lambda: self._has_commands or not self.is_live or self.engine.has_work)
+            if not self.is_live or not self._has_commands:
+                return self.is_live
             left = set(shared.left)
             shared.open -= left
             cancelled = set(shared.open) if shared.cancel_all else set()
@@ -292,9 +260,9 @@ class AsyncEngine:
             shared.condition.notify_all()
         return True
 
+    @property
     def _has_commands(self) -> bool:
-        shared = self._shared
-        return bool(shared.inbox or shared.left or shared.cancel_all or not self.is_live or self.engine.has_work)
+        return bool(self._shared.inbox or self._shared.left or self._shared.cancel_all)
 
     def _is_in_engine(self, consumer: _Consumer) -> bool:
         return self._consumers.get(consumer.request.request_id) is consumer
@@ -353,9 +321,9 @@ class AsyncEngine:
             items.append((consumer, output))
             if output.finished:
                 consumer.remaining -= 1
-            if consumer.remaining == 0:
-                del self._consumers[output.request_id]
-                ended.append(consumer)
+                if consumer.remaining == 0:
+                    del self._consumers[output.request_id]
+                    ended.append(consumer)
         self._deliver(items)
         if ended:
             self._close(ended)
@@ -370,15 +338,15 @@ class AsyncEngine:
 
     def _deliver(self, items: Iterable[tuple[_Consumer, Item]]) -> None:
         """Sends items to their consumers, in order, without waiting."""
-        by_post: dict[Post, list[tuple[_Consumer, Item]]] = {}
+        by_post: collections.defaultdict[Post, list[tuple[Mailbox, Item]]] = collections.defaultdict(list)
         for consumer, item in items:
-            by_post.setdefault(consumer.post, []).append((consumer, item))
+            by_post[consumer.post].append((consumer.mailbox, item))
         for post, its_items in by_post.items():
             try:
-                post.deliver((consumer.mailbox, item) for consumer, item in its_items)
+                post.deliver(its_items)
             except RuntimeError:  # the loop is closed, and its callers are gone with it
-                for consumer, _ in its_items:
-                    self._leave(consumer)
+                with self._shared.condition:
+                    self._shared.left += [consumer for consumer in self._shared.open if consumer.post is post]
 
     def _finish_all(self, error: type[Exception], message: str) -> None:
         """Tells every consumer that is left that there will be nothing more."""

@@ -1,6 +1,6 @@
 """Between the engine's worker and the coroutines that read answers: what has come and was not read yet.
 
-Owns the way from one thread to the other, how outputs are joined, and how often readers are woken.
+Owns the way from one thread to the other, how outputs are joined and read, and how often readers are woken.
 
 To wake an event loop takes the worker's time, and to wake a reader and send its client a message takes a few tenths of
 a millisecond of the loop's, which in Python is the worker's too. So readers are woken in rounds, all of them together,
@@ -14,6 +14,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Self
 
 from jetserve.types import RequestOutput
 
@@ -30,79 +31,109 @@ def gap_seconds(requests: int) -> float:
 
 
 class Mailbox:
-    """The outputs of one request that wait to be read, and then its end. Filled by any thread, read on one loop."""
+    """The outputs of one request that wait to be read, and then its end. Filled by a `Post`, read on the same loop."""
 
     def __init__(self) -> None:
-        self._arrived: collections.deque[Item] = collections.deque()
-        self._pending: dict[int, list[RequestOutput]] = {}  # by sample; the reader's own
-        self._end: BaseException | None = None  # the reader's own
+        self._pending: dict[int, list[RequestOutput]] = {}  # by sample
+        self._end: BaseException | None = None
         self._news = asyncio.Event()
-        self._is_empty_yet = True
+        self._has_sent = False  # the sender's own
 
-    def put(self, item: Item) -> bool:
-        """Keeps an item, from any thread, and says whether the reader is to be woken at once."""
-        is_first, self._is_empty_yet = self._is_empty_yet, False
-        self._arrived.append(item)
+    def is_urgent(self, item: Item) -> bool:
+        """Whether the reader is to be woken at once for an item that is sent now."""
+        is_first, self._has_sent = not self._has_sent, True
         return is_first or isinstance(item, BaseException) or item.finished
 
+    def put(self, item: Item) -> None:
+        """Keeps an item. Does not wake the reader, who finds it if it is awake."""
+        if isinstance(item, BaseException):
+            self._end = self._end or item
+        else:
+            self._pending.setdefault(item.index, []).append(item)
+
     def wake(self) -> None:
-        """Lets `get` go on, on its loop, if there is something for it."""
-        if self._arrived:
-            self._news.set()
+        """Lets `get` go on."""
+        self._news.set()
 
     async def get(self) -> RequestOutput:
         """All that is new of one sample, in one output. At the end raises what came for it, again at every call."""
-        while True:
-            self._sort()
-            if self._pending:
-                return join(self._pending.pop(next(iter(self._pending))))
+        while not self._pending:
             if self._end is not None:
                 raise self._end
             self._news.clear()
             await self._news.wait()
+        return join(self._pending.pop(next(iter(self._pending))))
 
-    def _sort(self) -> None:
-        while self._arrived:
-            item = self._arrived.popleft()
-            if isinstance(item, BaseException):
-                self._end = self._end or item
-            else:
-                self._pending.setdefault(item.index, []).append(item)
+
+class Outputs:
+    """The outputs of all samples of one request, as they come, joined where several wait: `async for`, in one task.
+
+    `aclose` ends the request before the next step and frees its pages, to no effect on one that is over. One that is
+    dropped unread runs on to its end, so wrap it in `contextlib.aclosing`.
+    """
+
+    def __init__(self, mailbox: Mailbox, leave: Callable[[], None]) -> None:
+        self._mailbox = mailbox
+        self._leave = leave
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Raises DrainingError or EngineDeadError if the engine ends first, and what `Engine.submit` raises."""
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            return await self._mailbox.get()
+        except BaseException:  # the end, or the task that reads is cancelled
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """See the class."""
+        self._is_over = True
+        self._leave()
+
+
+Delivery = Sequence[tuple[Mailbox, Item]]
+"""Items and whom they are for, in order."""
 
 
 class Post:
-    """Brings items to the mailboxes of one event loop. `requests` says how many are open now."""
+    """Brings items to the mailboxes of one event loop. `requests` says how many are open now.
+
+    Who sends hands over all that one step made at once; it is sorted on the loop, while devices compute the next step.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, requests: Callable[[], int]) -> None:
         self._loop = loop
         self._requests = requests
+        self._sent: collections.deque[Delivery] = collections.deque()  # not sorted yet
+        self._waiting: set[Mailbox] = set()  # those with something for the next round; the loop's own
         self._last_round = -math.inf  # in the loop's time; the loop's own
-        self._lock = threading.Lock()  # of what both threads touch:
-        self._waiting: set[Mailbox] = set()  # for the next round
-        self._is_arranged = False  # that round
+        self._lock = threading.Lock()  # of what both threads change:
+        self._is_arranged = False  # the next round
 
-    def deliver(self, items: Iterable[tuple[Mailbox, Item]]) -> None:
-        """Puts items into mailboxes, in order, without waiting, from any thread.
+    def deliver(self, items: Delivery) -> None:
+        """Sends items, without waiting, from any thread.
 
         Raises:
           RuntimeError: if the loop is closed, and its readers are gone with it.
         """
         if self._loop.is_closed():
             raise RuntimeError("the event loop is closed")
-        urgent: set[Mailbox] = set()
-        others: set[Mailbox] = set()
-        for mailbox, item in items:
-            (urgent if mailbox.put(item) else others).add(mailbox)
+        urgent = [mailbox for mailbox, item in items if mailbox.is_urgent(item)]
+        self._sent.append(items)
         with self._lock:
-            self._waiting |= others
-            arranges = bool(self._waiting) and not self._is_arranged
+            arranges = len(urgent) < len(items) and not self._is_arranged
             self._is_arranged |= arranges
         if urgent or arranges:
             self._loop.call_soon_threadsafe(self._take, urgent, arranges)
 
     def _take(self, urgent: Iterable[Mailbox], arranges: bool) -> None:
-        for mailbox in urgent:
-            mailbox.wake()
+        self._sort()
+        self._wake(urgent)
         if arranges:
             due = self._last_round + gap_seconds(self._requests())
             if due <= self._loop.time():
@@ -113,8 +144,19 @@ class Post:
     def _go_round(self) -> None:
         self._last_round = self._loop.time()
         with self._lock:
-            waiting, self._waiting, self._is_arranged = self._waiting, set(), False
-        for mailbox in waiting:
+            self._is_arranged = False
+        self._sort()
+        self._wake(list(self._waiting))
+
+    def _sort(self) -> None:
+        while self._sent:
+            for mailbox, item in self._sent.popleft():
+                mailbox.put(item)
+                self._waiting.add(mailbox)
+
+    def _wake(self, mailboxes: Iterable[Mailbox]) -> None:
+        for mailbox in mailboxes:
+            self._waiting.discard(mailbox)
             mailbox.wake()
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import uvloop
+
 from jetserve.loadtest import report, statistics
 from jetserve.loadtest.config import DEFAULT_REQUESTS, LoadTestConfig
 from jetserve.loadtest.statistics import Record
@@ -35,7 +37,7 @@ def run(config: LoadTestConfig) -> int:
     """
     report.check_paths(config)
     count, asks = _asks(config)
-    records = asyncio.run(_measure(config, make_target(config.server), count, asks))
+    records = uvloop.run(_measure(config, make_target(config.server), count, asks))
     result = {"url": config.server.url, **statistics.report(records, config.goals)}
     report.write(config, records, result)
     print(json.dumps(result))

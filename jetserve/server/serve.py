@@ -5,6 +5,7 @@ Owns the order of things and what signals mean. Knows nothing of protocols.
 
 import asyncio
 import concurrent.futures
+import gc
 import logging
 import signal
 import threading
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from jetserve.config import EngineConfig, LogFormat, ModelSource, ProcessesConfig, ServerConfig
 from jetserve.engine import build
@@ -221,6 +224,8 @@ def run(
         engine = build.build_engine(source, engine_config, max_length=max_length, processes=processes)
         if config.warm_up:
             _warm_up(engine, progress)
+        gc.collect()
+        gc.freeze()  # what is loaded stays; to look through it for garbage now and then would stop every stream
         return engine
 
     # Until the event loop handles signals they end the process at once; without this it would be by an exception.
@@ -228,7 +233,7 @@ def run(
     model = config.served_model_name or _public_name(build.model_name(source))
     profiles = source.cache_dir / "profiles"
     serving = _serve(config, make_engine, model=model, profile_folder=profiles, others_lost=processes.lost)
-    code = asyncio.run(serving)
+    code = uvloop.run(serving)
     if code == 0:
         processes.stop()
     return code

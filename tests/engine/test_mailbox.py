@@ -61,7 +61,7 @@ class Scene:
         self.loop = HeldLoop()
         self.post = Post(self.loop, lambda: 20)  # type: ignore[arg-type]
         self.readers = Mailbox(), Mailbox()
-        self.post.deliver((reader, output_of(0)) for reader in self.readers)
+        self.post.deliver([(reader, output_of(0)) for reader in self.readers])
         assert self.woken() == [True, True]
 
     def woken(self) -> list[bool]:
@@ -71,7 +71,7 @@ class Scene:
             woken.append(reader._news.is_set())
             reader._news.clear()
             if woken[-1]:
-                reader._sort()
+                reader._pending.clear()
         return woken
 
 
@@ -99,12 +99,12 @@ def test_a_slow_reader_finds_one_output_a_sample_and_then_the_end() -> None:
 
 def test_readers_are_woken_together_once_a_gap() -> None:
     scene = Scene()
-    scene.post.deliver((reader, output_of(1)) for reader in scene.readers)
+    scene.post.deliver([(reader, output_of(1)) for reader in scene.readers])
     assert scene.woken() == [True, True]  # there was no round for long
     calls = scene.loop.calls
     for token in range(2, 5):
         scene.loop.advance(GAP_SECONDS / 8)
-        scene.post.deliver((reader, output_of(token)) for reader in scene.readers)
+        scene.post.deliver([(reader, output_of(token)) for reader in scene.readers])
     assert scene.woken() == [False, False]
     assert scene.loop.calls == calls + 1
     scene.loop.advance(GAP_SECONDS)
@@ -122,9 +122,9 @@ def test_nothing_waits_where_steps_are_slow() -> None:
 @pytest.mark.parametrize("item", [output_of(3, reason=FinishReason.STOP), StopAsyncIteration(), KeyError("over")])
 def test_the_last_wakes_at_once_and_the_others_go_on_waiting(item: RequestOutput | BaseException) -> None:
     scene = Scene()
-    scene.post.deliver((reader, output_of(1)) for reader in scene.readers)
+    scene.post.deliver([(reader, output_of(1)) for reader in scene.readers])
     assert scene.woken() == [True, True]
-    scene.post.deliver((reader, output_of(2)) for reader in scene.readers)
+    scene.post.deliver([(reader, output_of(2)) for reader in scene.readers])
     scene.post.deliver([(scene.readers[0], item)])
     assert scene.woken() == [True, False]
     scene.loop.advance(GAP_SECONDS)

@@ -12,7 +12,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jetserve.engine.async_engine import AsyncEngine, Outputs
+from jetserve.engine.async_engine import AsyncEngine
+from jetserve.engine.mailbox import Outputs
 from jetserve.server import failures
 from jetserve.server.metrics import Protocol
 from jetserve.server.openai.answers import Answer
