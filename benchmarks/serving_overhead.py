@@ -39,6 +39,7 @@ from jetserve.types import Request, SamplingParams
 
 INPUT_TOKENS = 32
 MAX_LENGTH = 1024
+LOWEST_PRIORITY = ("nice", "-n", "19")
 _numbers = itertools.count()
 
 
@@ -76,18 +77,16 @@ async def through_asyncio(front: AsyncEngine, streams: int, tokens: int) -> floa
 
 
 async def through_server(url: str, streams: int, tokens: int) -> float:
-    """Tokens a second, as the client counts."""
-    settings = {
-        "url": url,
-        "concurrency": streams,
-        "num_requests": streams,
-        "input_tokens": INPUT_TOKENS,
-        "output_tokens": tokens,
-        "seed": next(_numbers),
-    }
-    command = ["nice", "-n", "19", sys.executable, "-m", "jetserve.loadtest"]
-    command += [f"--{name}={value}" for name, value in settings.items()]
-    client = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
+    """Tokens a second, as the client counts, once a short request on each stream has warmed it up."""
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        for request in requests(streams, 2) + requests(streams, tokens):
+            sampling = {name: getattr(request.sampling, name) for name in ("temperature", "ignore_eos", "max_tokens")}
+            print(json.dumps({"prompt": request.prompt_token_ids, **sampling}), file=file)
+        file.flush()
+        command = [*LOWEST_PRIORITY, sys.executable, "-m", "jetserve.loadtest"]
+        command += [f"--url={url}", f"--concurrency={streams}", f"--prompts_file={file.name}"]
+        command += [f"--warmup_requests={streams}", f"--num_requests={streams}"]
+        client = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
     report = json.loads(client.stdout.splitlines()[-1])
     if report["failed"]:
         raise RuntimeError(f"{report['failed']} requests failed: {report['failures']}")

@@ -3,14 +3,16 @@
 Owns the way from one thread to the other, how outputs are joined and read, and how often readers are woken.
 
 To wake an event loop takes the worker's time, and to wake a reader and send its client a message takes a few tenths of
-a millisecond of the loop's, which in Python is the worker's too. So readers are woken in rounds, all of them together,
-with a gap between that grows with the number of requests; each finds all that came meanwhile in one output. The first
-output of a request and the last of a sample never wait, and nothing does where steps take longer than the gap.
+a millisecond of the loop's, which in Python is the worker's too. So readers take turns: within a gap that grows with
+the number of requests each is woken once, and finds all that came meanwhile in one output. A few are woken at a time,
+those that have waited longest, so that the worker finds the interpreter free when it comes back from the devices. The
+first output of a request and the last of a sample never wait, and nothing does where steps take longer than the gap.
 """
 
 import asyncio
 import collections
 import dataclasses
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -20,13 +22,14 @@ from jetserve.types import RequestOutput
 
 GAP_SECONDS_A_REQUEST = 0.002
 MAX_GAP_SECONDS = 0.05
+TURNS_A_GAP = 5
 
 Item = RequestOutput | BaseException
 """What a reader is sent: an output, or what to raise after the last one."""
 
 
 def gap_seconds(requests: int) -> float:
-    """Between two rounds, at least, where so many requests are open."""
+    """In which each reader has its turn, where so many requests are open."""
     return min(max(1, requests) * GAP_SECONDS_A_REQUEST, MAX_GAP_SECONDS)
 
 
@@ -110,10 +113,10 @@ class Post:
         self._loop = loop
         self._requests = requests
         self._sent: collections.deque[Delivery] = collections.deque()  # not sorted yet
-        self._waiting: set[Mailbox] = set()  # those with something for the next round; the loop's own
-        self._last_round = -math.inf  # in the loop's time; the loop's own
+        self._waiting: dict[Mailbox, None] = {}  # those with something, who waits longest first; the loop's own
+        self._last_turn = -math.inf  # in the loop's time; the loop's own
         self._lock = threading.Lock()  # of what both threads change:
-        self._is_arranged = False  # the next round
+        self._is_arranged = False  # the next turn
 
     def deliver(self, items: Delivery) -> None:
         """Sends items, without waiting, from any thread.
@@ -125,38 +128,51 @@ class Post:
             raise RuntimeError("the event loop is closed")
         urgent = [mailbox for mailbox, item in items if mailbox.is_urgent(item)]
         self._sent.append(items)
-        with self._lock:
-            arranges = len(urgent) < len(items) and not self._is_arranged
-            self._is_arranged |= arranges
+        arranges = len(urgent) < len(items) and self._arrange()
         if urgent or arranges:
             self._loop.call_soon_threadsafe(self._take, urgent, arranges)
+
+    def _arrange(self) -> bool:
+        """Whether who asks is to see to the next turn, because nobody does yet."""
+        with self._lock:
+            arranges = not self._is_arranged
+            self._is_arranged = True
+        return arranges
 
     def _take(self, urgent: Iterable[Mailbox], arranges: bool) -> None:
         self._sort()
         self._wake(urgent)
         if arranges:
-            due = self._last_round + gap_seconds(self._requests())
-            if due <= self._loop.time():
-                self._go_round()
-            else:
-                self._loop.call_at(due, self._go_round)
+            self._turn_when_due()
 
-    def _go_round(self) -> None:
-        self._last_round = self._loop.time()
+    def _turn_when_due(self) -> None:
+        due = self._last_turn + gap_seconds(self._requests()) / TURNS_A_GAP
+        if due <= self._loop.time():
+            self._turn()
+        else:
+            self._loop.call_at(due, self._turn)
+
+    def _turn(self) -> None:
         with self._lock:
             self._is_arranged = False
         self._sort()
-        self._wake(list(self._waiting))
+        now, requests = self._loop.time(), self._requests()
+        share = min((now - self._last_turn) / gap_seconds(requests), 1.0)
+        self._last_turn = now
+        few = math.ceil(share * max(requests, len(self._waiting)))
+        self._wake(list(itertools.islice(self._waiting, few)))
+        if self._waiting and self._arrange():
+            self._turn_when_due()
 
     def _sort(self) -> None:
         while self._sent:
             for mailbox, item in self._sent.popleft():
                 mailbox.put(item)
-                self._waiting.add(mailbox)
+                self._waiting.setdefault(mailbox)
 
     def _wake(self, mailboxes: Iterable[Mailbox]) -> None:
         for mailbox in mailboxes:
-            self._waiting.discard(mailbox)
+            self._waiting.pop(mailbox, None)
             mailbox.wake()
 
 

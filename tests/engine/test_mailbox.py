@@ -1,4 +1,4 @@
-"""What waits for a reader: joined in order, and the reader woken seldom, but never late for the first or the last."""
+"""What waits for a reader: joined in order, and the reader woken in turn, but never late for the first or the last."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jetserve.engine.mailbox import MAX_GAP_SECONDS, Mailbox, Post, gap_seconds, join
+from jetserve.engine.mailbox import MAX_GAP_SECONDS, TURNS_A_GAP, Mailbox, Post, gap_seconds, join
 from jetserve.types import FinishReason, RequestOutput, TokenLogprobs, Usage
 
 GAP_SECONDS = gap_seconds(20)
@@ -97,18 +97,46 @@ def test_a_slow_reader_finds_one_output_a_sample_and_then_the_end() -> None:
     asyncio.run(scene())
 
 
-def test_readers_are_woken_together_once_a_gap() -> None:
-    scene = Scene()
-    scene.post.deliver([(reader, output_of(1)) for reader in scene.readers])
-    assert scene.woken() == [True, True]  # there was no round for long
-    calls = scene.loop.calls
-    for token in range(2, 5):
-        scene.loop.advance(GAP_SECONDS / 8)
-        scene.post.deliver([(reader, output_of(token)) for reader in scene.readers])
-    assert scene.woken() == [False, False]
-    assert scene.loop.calls == calls + 1
-    scene.loop.advance(GAP_SECONDS)
-    assert scene.woken() == [True, True]
+def test_readers_take_turns_and_find_all_that_came() -> None:
+    loop = HeldLoop()
+    post = Post(loop, lambda: 20)  # type: ignore[arg-type]
+    readers = [Mailbox() for _ in range(20)]
+    woken: list[list[int]] = []
+
+    def send(token: int) -> None:
+        post.deliver([(reader, output_of(token)) for reader in readers])
+
+    def note() -> None:
+        woken.append([number for number, reader in enumerate(readers) if reader._news.is_set()])
+        for reader in readers:
+            reader._news.clear()
+
+    send(0)
+    note()
+    send(1)
+    note()
+    assert woken == [[*range(20)]] * 2  # the first, and then there was no turn for long
+    for reader in readers:
+        reader._pending.clear()
+    calls = loop.calls
+    for token in range(2, 2 + TURNS_A_GAP):
+        send(token)
+        loop.advance(GAP_SECONDS / TURNS_A_GAP)
+        note()
+    assert loop.calls == calls + 1
+    assert [len(each) for each in woken[2:]] == [20 // TURNS_A_GAP] * TURNS_A_GAP
+    assert [number for each in woken[2:] for number in each] == [*range(20)]
+    assert [output.token_ids for output in readers[0]._pending[0]] == [(token,) for token in range(2, 2 + TURNS_A_GAP)]
+
+
+def test_what_nobody_reads_ends_the_turns() -> None:
+    loop = HeldLoop()
+    post = Post(loop, lambda: 0)  # type: ignore[arg-type]
+    reader = Mailbox()
+    for token in range(3):
+        post.deliver([(reader, output_of(token))])
+    loop.advance(GAP_SECONDS)
+    assert not loop.timers
 
 
 def test_nothing_waits_where_steps_are_slow() -> None:

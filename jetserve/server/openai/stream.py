@@ -5,10 +5,10 @@ A client that leaves cancels the task that runs this, and so frees what its requ
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+import pydantic_core
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -114,9 +114,7 @@ async def _encoded(
 
 
 def _events(objects: Chunks) -> bytes:
-    return b"".join(
-        b"data: " + json.dumps(each, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n" for each in objects
-    )
+    return b"".join(b"data: " + pydantic_core.to_json(each) + b"\n\n" for each in objects)
 
 
 class EventStream(Response):
