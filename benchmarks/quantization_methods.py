@@ -94,22 +94,26 @@ def measure(kind: str, method: Method, record: Path, args: argparse.Namespace) -
 
 
 def table(folder: Path, samples: int) -> dict[str, dict[str, Any]]:
-    """Prints the results of all methods, a type a column, and returns them; windows are told where they are others."""
-    results = {}
-    print(f"| method | {' | '.join(TYPES)} |\n{'|---' * (len(TYPES) + 1)}|")
+    """Prints the results that there are, a type a column, and returns them; windows are told where they are others."""
+    cells = {}
+    for kind in TYPES:
+        for method in METHODS:
+            if (record := record_of(folder, kind, method)).exists():
+                cells[kind, method] = json.loads(record.read_text())
+    kinds = [kind for kind in TYPES if any(found == kind for found, _ in cells)]
+    print(f"| method | {' | '.join(kinds)} |\n{'|---' * (len(kinds) + 1)}|")
     for method in METHODS:
-        cells = []
-        for kind in TYPES:
-            record = record_of(folder, kind, method)
-            if not record.exists():
-                cells.append("")
-                continue
-            found = results[f"{kind}, {method}"] = json.loads(record.read_text())
-            told = "" if found["samples"] in (None, samples) else f" ({found['samples']})"
-            cells.append(f"{found['perplexity']:.2f} ± {found['standard_error']:.2f}{told}")
-        if any(cells):
-            print(f"| {method} | {' | '.join(cells)} |")
-    return results
+        shown = [_shown(cells.get((kind, method)), samples) for kind in kinds]
+        if any(shown):
+            print(f"| {method} | {' | '.join(shown)} |")
+    return {f"{kind}, {method}": result for (kind, method), result in cells.items()}
+
+
+def _shown(result: dict[str, Any] | None, samples: int) -> str:
+    if result is None:
+        return ""
+    told = "" if result["samples"] in (None, samples) else f" ({result['samples']})"
+    return f"{result['perplexity']:.2f} ± {result['standard_error']:.2f}{told}"
 
 
 def main() -> None:
