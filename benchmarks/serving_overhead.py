@@ -1,7 +1,10 @@
 """What serving costs: the same requests through the engine alone, its asyncio front, and the servers, in one run.
 
     python benchmarks/serving_overhead.py
+    python benchmarks/serving_overhead.py --device_ms=2
 
+On a CPU the model competes with servers and clients for cores. `--device_ms` pretends that it does not, as with a TPU:
+a step waits so long in place of computing, and its tokens are made up; all else is done as ever.
 Streams begin together and have equally many tokens, so a rate is tokens over the time from the first request to the
 last token. All ways make text of the tokens. The engine alone is measured before and after every other way, because
 machines change their speed: a ratio is to the mean of the two, and of several rounds the median. The servers' client is
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import uvloop
@@ -30,6 +33,9 @@ from jetserve.default_model import default_cache_dir
 from jetserve.engine.async_engine import AsyncEngine
 from jetserve.engine.build import build_engine
 from jetserve.engine.engine import Engine
+from jetserve.engine.runner import Runner, SampledToken
+from jetserve.engine.sampling import Row
+from jetserve.engine.scheduler import StepPlan
 from jetserve.server.grpc import GrpcServer
 from jetserve.server.metrics import Metrics
 from jetserve.server.observe import Observer
@@ -93,6 +99,16 @@ async def through_server(url: str, streams: int, tokens: int) -> float:
     return report["output_tokens_per_second"]
 
 
+def pretend_device(runner: Runner, seconds: float) -> None:
+    """Has steps take this long, and no CPU time."""
+
+    def run(plan: StepPlan, rows: Mapping[int, Row]) -> list[SampledToken | None]:
+        time.sleep(seconds)
+        return [SampledToken(40 + i) if i in rows else None for i in range(len(plan.entries))]
+
+    runner.run = run
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of one measurement: tokens a second, those of the engine alone next to it, and the CPU time of this process, all
@@ -152,6 +168,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=800)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device_ms", type=float, help="a step's time on a device that is not there")
     args = parser.parse_args()
     config = EngineConfig(max_sequences=args.streams, cache=CacheConfig(prefix_caching=False))
     with tempfile.TemporaryDirectory() as folder:
@@ -163,6 +180,8 @@ def main() -> None:
     engine.runner.warm_up()
     gc.collect()
     gc.freeze()  # as `serve` does
+    if args.device_ms is not None:
+        pretend_device(engine.runner, args.device_ms / 1000)
     costs = uvloop.run(measure(engine, args))
     rates = {name: statistics.median(cost.rate for cost in each) for name, each in costs.items()}
     cpu = {name: statistics.median(cost.cpu for cost in each) for name, each in costs.items()}
