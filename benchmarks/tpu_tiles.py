@@ -31,7 +31,11 @@ from jetserve.plan.chips import CHIPS, find_topology
 from jetserve.quantize.qarray import DEFAULT_BLOCK_SIZE, QArray, Weight
 
 TYPES = {"int4_blockwise": jnp.int4, "int8_blockwise": jnp.int8}
-CANDIDATES = {32: [(32, 1024, 2048), (32, 2048, 2048)]}
+CANDIDATES = {
+    32: [(32, 1024, 2048), (32, 2048, 2048)],
+    128: [(128, 1024, 2048)],
+    512: [(256, 512, 1024)],
+}
 """By rows of x: (rows, columns, depth) of tiles."""
 PROFILE = re.compile(r'hlo_op_name: "quantized_matmul[^"]*"\s+estimated_cycles: (\d+)')
 TILES = Path(tiles.__file__).with_name("tiles.json")

@@ -134,7 +134,7 @@ def multiply(x: jax.Array, w: QArray, *, tile: tiles.Tile, out_dtype: jnp.dtype)
             bytes_accessed=x.size * x.dtype.itemsize + w.size_in_bits // 8 + x.shape[0] * N * out_dtype.itemsize,
             transcendentals=0,
         ),
-        metadata={"estimated_cycles": str(tile.cycles_of(G * g, N))},  # which XLA does not estimate
+        metadata={"estimated_cycles": str(tile.cycles_of(x.shape[0], G * g, N))},  # which XLA does not estimate
         name=f"quantized_matmul_int{w.bits}",
     )(*arrays, *sides)
 

@@ -40,15 +40,19 @@ class Tile:
         """Whether the kernel is expected to be the faster one."""
         return self.cycles < self.einsum_cycles
 
-    def cycles_of(self, K: int, N: int) -> int:
+    def takes(self, rows: int) -> bool:
+        """Whether it is for so many rows. One of which `most_rows` take several is for more of them, too."""
+        return rows <= self.most_rows or self.rows < self.most_rows
+
+    def cycles_of(self, rows: int, K: int, N: int) -> int:
         """Of the kernel on another weight, in proportion; fewer rows take no less time."""
-        return round(self.cycles * K * N / math.prod(SHAPE))
+        return round(self.cycles * max(1, rows / self.most_rows) * K * N / math.prod(SHAPE))
 
 
 def find(weight: QArray, rows: int) -> Tile | None:
     """The tile of the fewest rows that hold so many; None where none was looked at."""
     known = table().get(device_kind(), {}).get(kind(weight), ())
-    return next((tile for tile in known if tile.most_rows >= rows), None)
+    return next((tile for tile in known if tile.takes(rows)), None)
 
 
 def kind(weight: QArray) -> str:
