@@ -18,7 +18,7 @@ from http_parts import HELLO, Served, play, serving
 
 from jetserve.config import ServerConfig
 from jetserve.server.openai import guard
-from jetserve.server.openai.server import HttpServer
+from jetserve.server.openai.server import MAX_HEAD_BYTES, HttpServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -251,6 +251,17 @@ def test_a_body_beyond_the_limit_is_refused() -> None:
         assert (await served.post(TEXT, text())).status_code == 200
 
     play(scene, max_message_bytes=4096)
+
+
+def test_headers_that_do_not_end_are_refused() -> None:
+    async def scene(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+        writer.write(b"GET /health HTTP/1.1\r\n".ljust(MAX_HEAD_BYTES + 1, b"x"))
+        assert b"400 Bad Request" in await reader.readline()
+        assert b"more than 65536 bytes" in await reader.read()
+        writer.close()
+
+    play(scene)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jetserve.config import ServerConfig
 from jetserve.engine.async_engine import AsyncEngine
@@ -22,6 +23,32 @@ from jetserve.server.openai.operations import Phase, ServerState
 _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept: longer than clients keep theirs, which must not meet one that just closed."""
+
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Of a request's line and headers."""
+
+
+class _Protocol(HttpToolsProtocol):
+    """Ends connections whose headers do not end: httptools would keep all that comes."""
+
+    _is_in_head = False
+    _head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The headers have more than {MAX_HEAD_BYTES} bytes.")
 
 
 class _Uvicorn(uvicorn.Server):
@@ -56,6 +83,7 @@ class HttpServer:
         )
         settings = uvicorn.Config(
             app,
+            http=_Protocol,
             ssl_certfile=config.tls_cert_file,
             ssl_keyfile=config.tls_key_file,
             ws="none",
