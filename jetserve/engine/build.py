@@ -1,6 +1,8 @@
 """From what a user asked for to an engine that is ready: find the model, load it, set up the runner."""
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 from pathlib import Path
@@ -166,7 +168,18 @@ def settings_of(source: ModelSource, config: EngineConfig, max_length: int | Non
     """Of what decides which programs run: the same on every process that runs them together."""
     values = dataclasses.asdict(source) | dataclasses.asdict(config) | {"max_length": max_length}
     paths = ("checkpoint_path", "tokenizer_path", "quantize_recipe", "cache_dir")
-    return {name: str(value) for name, value in values.items() if name not in paths}
+    settings = {name: str(value) for name, value in values.items() if name not in paths}
+    return settings | {"checkpoint": _description(source)}
+
+
+def _description(source: ModelSource) -> str:
+    """A digest of what a checkpoint says of itself: its config and its tensors, not what these hold."""
+    if source.checkpoint_path is None:
+        return model_name(source)
+    opened = load.open_model(hub.local_path(source.checkpoint_path), quantize_type=source.quantize_type)
+    tensors = {name: repr(info) for name, info in opened.source.tensors.items()}
+    said = json.dumps([opened.hf_config, tensors], sort_keys=True, default=repr)
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
 def build_engine(

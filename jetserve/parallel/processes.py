@@ -186,7 +186,7 @@ def _check_settings(process: int, found: Settings, expected: Settings) -> None:
         return
     differing = sorted(name for name in expected if found.get(name) != expected[name])
     raise RuntimeError(
-        f"process {process} was started with other flags than process 0: "
+        f"process {process} was started with other flags than process 0, or another checkpoint: "
         + ", ".join(f"{name} is {found.get(name)} there, {expected[name]} here" for name in differing)
         + "; expected the same on all"
     )

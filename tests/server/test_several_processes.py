@@ -11,18 +11,19 @@ from many_devices import environment_of_devices, free_port
 from server_process import TIMEOUT, Process, start
 
 from jetserve.server.serve import EXIT_FAILED
+from jetserve.testing import make_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
 
 def start_two(
-    stack: contextlib.ExitStack, checkpoint: Path, flags: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    stack: contextlib.ExitStack, *checkpoints: Path, flags: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 ) -> list[Process]:
     address = f"127.0.0.1:{free_port()}"
     return [
         start(
             stack,
-            checkpoint,
+            checkpoints[number % len(checkpoints)],
             "--warmup=False",
             f"--coordinator_address={address}",
             "--num_processes=2",
@@ -71,4 +72,13 @@ def test_other_flags_are_refused_and_nobody_waits(checkpoint: Path, stack: conte
     assert [process.wait() for process in started] == [1, 1]
     assert "process 1 was started with other flags than process 0" in started[0].log
     assert "max_length is 256 there, 512 here" in started[0].log
+    assert "process 0 has ended without a word" in started[1].log
+
+
+def test_another_checkpoint_is_refused(checkpoint: Path, stack: contextlib.ExitStack, tmp_path: Path) -> None:
+    started = start_two(stack, checkpoint, make_tiny_checkpoint(tmp_path, rope_theta=500.0))
+    assert [process.wait() for process in started] == [1, 1]
+    assert (
+        "process 1 was started with other flags than process 0, or another checkpoint: checkpoint is " in started[0].log
+    )
     assert "process 0 has ended without a word" in started[1].log
