@@ -51,6 +51,8 @@ class Attention(nnx.Module):
         k_norm: RMSNorm | HeadNorms | None = None,
         sinks: Sinks | None = None,
     ) -> None:
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"the model's config has sliding_window={sliding_window}; expected 1 or more, or null")
         self.q = Linear("D -> N H", sizes, bias=qkv_bias)
         self.k = Linear("D -> K H", sizes, bias=qkv_bias)
         self.v = Linear("D -> K H", sizes, bias=qkv_bias)

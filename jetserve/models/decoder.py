@@ -73,8 +73,6 @@ class Config:
             value = getattr(config, field.name)
             if field.type in (int, float) and value is None:
                 raise ValueError(f"the model's config says null where its {field.name} is meant; expected a number")
-            if field.name == "windows" and (found := [window for window in value if window is not None and window < 1]):
-                raise ValueError(f"the model's config has sliding_window={found[0]}; expected 1 or more, or null")
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads ({config.num_heads}) is not a multiple of num_key_value_heads"

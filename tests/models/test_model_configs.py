@@ -204,8 +204,10 @@ def test_impossible_values_are_refused(change: dict[str, Any], named: str) -> No
 
 @pytest.mark.parametrize("window", [0, -3])
 def test_impossible_windows_are_refused(window: int) -> None:
+    mistral = base.find("mistral")
+    config = mistral.Config.from_hf({**LLAMA, "model_type": "mistral", "sliding_window": window})
     with pytest.raises(ValueError, match=f"sliding_window={window}; expected 1 or more, or null"):
-        base.find("mistral").Config.from_hf({**LLAMA, "model_type": "mistral", "sliding_window": window})
+        mistral.Model(config)
 
 
 @pytest.mark.parametrize("chosen", [0, 5])
