@@ -71,6 +71,22 @@ def test_a_checkpoint_on_four_chips(checkpoint: Path, all_layers: bool) -> None:
 
 
 @pytest.mark.slow
+def test_a_published_model_is_shared_out_to_a_few_percent() -> None:
+    code, found, shown = plan(
+        "--model_name=bloom",
+        "--size=176b",
+        "--topology=v5p:2x1x1",
+        "--quantize_type=int4_blockwise",
+        "--max_cache_length=512",
+        "--max_step_tokens=32",
+    )
+    assert code == 0, shown
+    assert found["weights_bytes_per_device"] < 1.05 * found["ideal_weights_bytes_per_device"]
+    arguments = found["weights_bytes_per_device"] + found["kv_cache_bytes_per_device"]
+    assert arguments <= found["argument_bytes_per_device"] < 1.05 * arguments
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_what_would() -> None:
     code, found, shown = plan(*PRESET, "--topology=v5e:2x4")
     assert code == 1
