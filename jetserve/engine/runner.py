@@ -129,7 +129,7 @@ class Runner:
 
     def sample(self, batch: SamplingBatch) -> Sampled:
         """Tokens from the logits that were computed last, by every setting, as host arrays."""
-        return jax.device_get(sampling.sample(self._logits, batch))
+        return jax.device_get(sampling.sample(self._logits, self._best, batch))
 
     def restore_cache(self) -> None:
         """Makes new pages if a step that failed took the old ones with it: they are donated to every step."""

@@ -148,17 +148,18 @@ def best_tokens(logits: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def sample(logits: jax.Array, batch: SamplingBatch) -> Sampled:
-    """float32 [S, V] -> tokens by every setting, with logprobs of the model's own distribution where a row wants them.
+def sample(logits: jax.Array, best: jax.Array, batch: SamplingBatch) -> Sampled:
+    """Tokens by every setting, with logprobs of the model's own distribution where a row wants them.
 
-    What no row asks for is not computed, in the one program that there is.
+    Takes logits [S, V] and their `best_tokens`. What no row asks for is not computed, in the one program that there is.
     """
     logits = logits.astype(jnp.float32)
-    adjusted = jax.lax.cond(_any_adjusted(batch), jax.vmap(_adjust), lambda logits, _: logits, logits, batch)
-    best = best_tokens(adjusted)
-    is_usable = (best_tokens(logits) != NO_TOKEN) & (best != NO_TOKEN)
+    adjusted, chosen = jax.lax.cond(
+        _any_adjusted(batch), _adjust_rows, lambda logits, best, _: (logits, best), logits, best, batch
+    )
+    is_usable = (best != NO_TOKEN) & (chosen != NO_TOKEN)
     drawn = jax.vmap(_draw)(cut_off(adjusted, batch), batch.seed, batch.position)
-    tokens = jnp.where(is_usable, jnp.where(batch.temperature > 0, drawn, best), NO_TOKEN)
+    tokens = jnp.where(is_usable, jnp.where(batch.temperature > 0, drawn, chosen), NO_TOKEN)
     logprob, top_ids, top_logprobs = jax.lax.cond(
         jnp.any(batch.wants_logprobs), _logprobs, _no_logprobs, logits, tokens
     )
@@ -182,6 +183,12 @@ def _any_adjusted(batch: SamplingBatch) -> jax.Array:
     """Whether `_adjust` would change any row."""
     penalties = (batch.repetition_penalty != 1) | (batch.presence_penalty != 0) | (batch.frequency_penalty != 0)
     return jnp.any(penalties) | jnp.any(batch.bias_ids >= 0) | jnp.any(~batch.allowed != 0)
+
+
+def _adjust_rows(logits: jax.Array, _best: jax.Array, batch: SamplingBatch) -> tuple[jax.Array, jax.Array]:
+    """[S, V] -> the same adjusted, and the best tokens then."""
+    adjusted = jax.vmap(_adjust)(logits, batch)
+    return adjusted, best_tokens(adjusted)
 
 
 def _adjust(logits: jax.Array, row: SamplingBatch) -> jax.Array:

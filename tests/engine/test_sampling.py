@@ -21,11 +21,16 @@ def row(params: SamplingParams | None = None, *, seed: int = 0, **fields: Any) -
     return Row(params=params or SamplingParams(), seed=seed, **given)
 
 
+def run(logits: np.ndarray | jax.Array, batch: sampling.SamplingBatch) -> sampling.Sampled:
+    logits = jnp.asarray(logits)
+    return jax.device_get(sampling.sample(logits, sampling.best_tokens(logits), batch))
+
+
 def sample(logits: np.ndarray, rows: list[Row]) -> sampling.Sampled:
     """One row of logits for each row, or one for all."""
     full = np.zeros((ROWS, V), np.float32)
     full[: len(rows)] = logits
-    return jax.device_get(sampling.sample(jnp.asarray(full), sampling.make_batch(rows, ROWS, LENGTH, V)))
+    return run(full, sampling.make_batch(rows, ROWS, LENGTH, V))
 
 
 def draws(logits: np.ndarray, params: SamplingParams, **fields: Any) -> np.ndarray:
@@ -229,7 +234,7 @@ def masked(logits: np.ndarray, params: SamplingParams, allowed: set[int], **fiel
     for token in allowed:
         words[:, token // 32] |= np.uint32(1 << token % 32)
     full = jnp.asarray(np.broadcast_to(logits, (ROWS, V)))
-    return jax.device_get(sampling.sample(full, dataclasses.replace(batch, allowed=words)))
+    return run(full, dataclasses.replace(batch, allowed=words))
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS, {"temperature": 0}], ids=str)
