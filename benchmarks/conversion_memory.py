@@ -10,13 +10,14 @@ reports. The last line of standard output is a JSON object.
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import own_process
 
 from jetserve.testing import make_tiny_checkpoint
 
@@ -72,12 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         source, converted = Path(folder) / "source", Path(folder) / "converted"
-        # In a process of its own: a child's peak starts from its parent's size, which must stay small.
-        writer = multiprocessing.get_context("spawn").Process(target=write, args=(source, args))
-        writer.start()
-        writer.join()
-        if writer.exitcode:
-            raise SystemExit(f"the checkpoint could not be written: exit code {writer.exitcode}")
+        own_process.run(write, source, args)
         folders = (f"--input_checkpoint_dir={source}", f"--output_checkpoint_dir={converted}")
         peak, seconds = peak_of("convert", *folders, f"--quantize_type={args.quantize_type}")
         lengths = ("--batch_size=1", "--input_tokens=16", "--output_tokens=2", "--max_cache_length=64")

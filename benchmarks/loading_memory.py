@@ -9,7 +9,6 @@ last line of standard output is a JSON object.
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
 import subprocess
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import own_process
 from safetensors.numpy import save_file
 
 GIB = 2**30
@@ -129,10 +129,7 @@ def main() -> None:
         load(args.load)
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        # In a process of its own: a child's peak starts from its parent's size, which must stay small.
-        writer = multiprocessing.get_context("spawn").Process(target=write, args=(Path(folder), args))
-        writer.start()
-        writer.join()
+        own_process.run(write, Path(folder), args)
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices}"
         command = [sys.executable, __file__, f"--load={folder}"]
         done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, check=False)
